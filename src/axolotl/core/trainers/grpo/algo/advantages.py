@@ -1,0 +1,104 @@
+"""Group-relative advantages: how much better a completion is than the others of its prompt.
+
+Equation 3 of DeepSeekMath (arXiv:2402.03300) for one reward; `normalize_then_sum` is the multi-reward form of GDPO
+(arXiv:2601.05242). A function that abstains for a completion has NaN there; a completion for which every function
+abstains is unscorable: it is left out of its group's statistics and has advantage 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+# Keeps the quotient finite for a group of equal rewards.
+STD_FLOOR = 1e-4
+
+Aggregation = Literal["sum_then_normalize", "normalize_then_sum"]
+Scale = Literal["group", "batch", "none"]
+
+
+@dataclass(frozen=True)
+class AdvantageSpec:
+    """group_size: G. weights: F reward weights. scale: which standard deviation divides (`normalize_then_sum` always
+    divides by the group's, then by the batch's)."""
+
+    group_size: int
+    weights: tuple[float, ...]
+    aggregation: Aggregation = "sum_then_normalize"
+    scale: Scale = "group"
+
+
+@dataclass(frozen=True)
+class Advantages:
+    """values: `[N]` advantages. rewards: `[N]` weighted sums, NaN where unscorable. has_signal: `[N/G]`, whether the
+    rewards of the group differ. is_unscorable: `[N]`."""
+
+    values: torch.Tensor
+    rewards: torch.Tensor
+    has_signal: torch.Tensor
+    is_unscorable: torch.Tensor
+
+
+def nan_std(values: torch.Tensor, dim: int) -> torch.Tensor:
+    """Standard deviation along `dim` with Bessel's correction, over the entries that are not NaN; the dimension stays.
+
+    NaN where fewer than two entries count.
+    """
+    count = (~values.isnan()).sum(dim=dim, keepdim=True)
+    mean = values.nanmean(dim=dim, keepdim=True)
+    squares = (values - mean).square().nansum(dim=dim, keepdim=True)
+    return torch.where(count > 1, squares / (count - 1).clamp(min=1), torch.nan).sqrt()
+
+
+def compute_advantages(rewards_per_function: torch.Tensor, spec: AdvantageSpec) -> Advantages:
+    """Advantages of whole groups.
+
+    Args:
+        rewards_per_function: `[N, F]` float32, NaN where a function abstained, N a multiple of `spec.group_size`.
+    """
+    scores = rewards_per_function.float()
+    weights = torch.tensor(spec.weights, dtype=scores.dtype, device=scores.device)
+    is_unscorable = scores.isnan().all(dim=1)
+    rewards = (scores * weights).nansum(dim=1).masked_fill(is_unscorable, torch.nan)
+    grouped = rewards.view(-1, spec.group_size)
+    if spec.aggregation == "sum_then_normalize":
+        values = _sum_then_normalize(grouped, spec.scale)
+    else:
+        values = _normalize_then_sum(scores, weights, is_unscorable, spec.group_size)
+    return Advantages(
+        values=values.nan_to_num(nan=0.0),
+        rewards=rewards,
+        has_signal=_has_signal(scores.view(-1, spec.group_size, scores.shape[1]), grouped, spec.aggregation),
+        is_unscorable=is_unscorable,
+    )
+
+
+def _sum_then_normalize(grouped: torch.Tensor, scale: Scale) -> torch.Tensor:
+    """`[M, G]` rewards -> `[N]` advantages."""
+    centred = grouped - grouped.nanmean(dim=1, keepdim=True)
+    if scale == "group":
+        centred = centred / (nan_std(grouped, dim=1) + STD_FLOOR)
+    elif scale == "batch":
+        centred = centred / (nan_std(grouped.flatten(), dim=0) + STD_FLOOR)
+    return centred.flatten()
+
+
+def _normalize_then_sum(
+    scores: torch.Tensor, weights: torch.Tensor, is_unscorable: torch.Tensor, group_size: int
+) -> torch.Tensor:
+    """Each function's rewards are normalised within the group, weighted, summed, then normalised over the batch."""
+    grouped = scores.view(-1, group_size, scores.shape[1])
+    normalised = (grouped - grouped.nanmean(dim=1, keepdim=True)) / (nan_std(grouped, dim=1) + STD_FLOOR)
+    total = (normalised.view_as(scores) * weights).nansum(dim=1).masked_fill(is_unscorable, torch.nan)
+    return (total - total.nanmean()) / (nan_std(total, dim=0) + STD_FLOOR)
+
+
+def _has_signal(scores: torch.Tensor, grouped: torch.Tensor, aggregation: Aggregation) -> torch.Tensor:
+    """`[M]`: whether the group's rewards differ, which is what its advantages are made of."""
+    if aggregation == "sum_then_normalize":
+        spread = nan_std(grouped, dim=1).squeeze(1)
+        return spread.nan_to_num(nan=0.0) > 1e-8
+    spread = nan_std(scores, dim=1).squeeze(1)
+    return (spread.nan_to_num(nan=0.0) > 1e-8).any(dim=1)

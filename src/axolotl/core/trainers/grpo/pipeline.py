@@ -1,0 +1,99 @@
+"""One optimizer step's way from prompts to micro-batches: sync, produce, score, cut.
+
+    is a push due? ─► WeightSync.push(version)
+    DataProducer.produce(step) ─► Scorer.score ─► split into micro-batches
+
+Main thread, every rank. The parts are chosen in `assembly.py`; later stages put replay and re-roll between scoring
+and cutting.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import torch
+from accelerate import Accelerator
+
+from axolotl.core.trainers.grpo.distributed import sum_over_ranks
+from axolotl.core.trainers.grpo.metrics import completion_metrics, reward_metrics, staleness_metrics
+from axolotl.core.trainers.grpo.microbatch import MicroBatch, known_tokens, split
+from axolotl.core.trainers.grpo.protocols import DataProducer, WeightSync
+from axolotl.core.trainers.grpo.scoring import ScoredBatch, Scorer, loss_mask
+from axolotl.core.trainers.grpo.types import RolloutBatch
+from axolotl.core.trainers.grpo.weight_sync.schedule import is_due, version_of
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """What `training_step` runs: the micro-batches, the scored rollout they were cut from, and its numbers."""
+
+    micro_batches: list[MicroBatch]
+    scored: ScoredBatch
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RolloutPipeline:
+    """micro_batch_size counts completions. sync_interval counts optimizer steps."""
+
+    producer: DataProducer
+    scorer: Scorer
+    sync: WeightSync
+    micro_batch_size: int
+    sync_interval: int
+    loss_type: str
+    mask_truncated: bool
+    accelerator: Accelerator
+
+    def step(self, step: int) -> StepBatch:
+        """The micro-batches of optimizer step `step`, counted from 0."""
+        started = time.perf_counter()
+        if is_due(step, self.sync.version, self.sync_interval):
+            self.sync.push(version_of(step))
+        synced = time.perf_counter()
+        batch = self.producer.produce(step)
+        generated = time.perf_counter()
+        scored = self.scorer.score(batch)
+        done = time.perf_counter()
+        seconds = generated - synced
+        metrics = {
+            **self.describe(scored),
+            **staleness_metrics(batch, version_of(step)),
+            "time/sync": synced - started,
+            "time/generate": seconds,
+            "time/rewards": done - generated,
+            "generation/tokens_per_second": float(batch.completion_mask.sum()) / max(seconds, 1e-9),
+        }
+        return StepBatch(self._cut(scored), scored, metrics)
+
+    def evaluate(self, batch: RolloutBatch) -> StepBatch:
+        """The same for held-out prompts, whose rollouts the caller made: no push, no schedule."""
+        scored = self.scorer.score(batch)
+        return StepBatch(self._cut(scored), scored, self.describe(scored))
+
+    def describe(self, scored: ScoredBatch) -> dict[str, float]:
+        names = self.scorer.rewards.names
+        return {**completion_metrics(scored.batch), **reward_metrics(names, scored.result.values, scored.advantages)}
+
+    def push_final(self, step: int) -> None:
+        """Leave the generator with the weights after the last step."""
+        if self.sync.version != version_of(step):
+            self.sync.push(version_of(step))
+
+    def _cut(self, scored: ScoredBatch) -> list[MicroBatch]:
+        mask = loss_mask(scored.batch, mask_truncated=self.mask_truncated)
+        tokens = float(known_tokens(mask, scored.batch.sampling_logps).sum())
+        return split(
+            scored,
+            micro_batch_size=self.micro_batch_size,
+            loss_type=self.loss_type,
+            mask_truncated=self.mask_truncated,
+            device=torch.device(self.accelerator.device),
+            all_ranks_tokens=sum_over_ranks(self.accelerator, tokens),
+        )
+
+    def close(self) -> None:
+        self.producer.close()
+        self.scorer.rewards.close()
+        self.sync.close()

@@ -1,0 +1,64 @@
+"""Which prompts an optimizer step trains on: whole groups, one shard a rank, the same after a resume.
+
+The order is a function of (seed, epoch) and the position a function of the optimizer step, so there is no state to
+save: a resumed run asks for step k and gets what the first run would have got.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from axolotl.errors import DataError
+
+
+@dataclass(frozen=True)
+class GroupSampler:
+    """Prompt indices for every step.
+
+    num_prompts: rows of the data set. prompts_per_step: prompts of one step on one rank. num_ranks, rank: the shard.
+    The prompts that do not fill a last step are left out of that epoch; shuffling gives them their turn in the next.
+    """
+
+    num_prompts: int
+    prompts_per_step: int
+    seed: int = 0
+    shuffle: bool = True
+    num_ranks: int = 1
+    rank: int = 0
+
+    def __post_init__(self) -> None:
+        needed = self.prompts_per_step * self.num_ranks
+        if self.num_prompts < needed:
+            raise DataError(
+                f"{self.num_prompts} prompts are too few: one optimizer step takes {needed}",
+                code="E-DAT-06",
+                why=f"{self.prompts_per_step} prompts a rank x {self.num_ranks} rank(s); a step never repeats a prompt",
+                do="add rows, or lower micro_batch_size x gradient_accumulation_steps / trl.num_generations",
+            )
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self.num_prompts // (self.prompts_per_step * self.num_ranks)
+
+    @property
+    def left_out(self) -> int:
+        """Prompts that an epoch does not reach."""
+        return self.num_prompts - self.steps_per_epoch * self.prompts_per_step * self.num_ranks
+
+    def epoch_of(self, step: int) -> int:
+        return step // self.steps_per_epoch
+
+    def indices(self, step: int) -> list[int]:
+        """Row numbers of this rank's prompts at optimizer step `step`, counted from 0 over the whole run."""
+        epoch, position = divmod(step, self.steps_per_epoch)
+        order = self._order(epoch)
+        start = (position * self.num_ranks + self.rank) * self.prompts_per_step
+        return order[start : start + self.prompts_per_step]
+
+    def _order(self, epoch: int) -> list[int]:
+        if not self.shuffle:
+            return list(range(self.num_prompts))
+        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % 2**63)
+        return [int(i) for i in torch.randperm(self.num_prompts, generator=generator)]

@@ -1,0 +1,72 @@
+"""Rollouts to advantages: decode, call the user's rewards, compare within groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from axolotl.core.trainers.grpo.algo.advantages import Advantages, AdvantageSpec, compute_advantages
+from axolotl.core.trainers.grpo.protocols import RewardRunner
+from axolotl.core.trainers.grpo.types import Prompt, PromptRow, RewardRequest, RewardResult, RolloutBatch
+
+
+@dataclass(frozen=True)
+class ScoredBatch:
+    """A rollout with its rewards (`result.values`, `[N, F]`) and advantages; texts are what the rewards saw."""
+
+    batch: RolloutBatch
+    prompts: list[Prompt]
+    completions: list[Prompt]
+    result: RewardResult
+    advantages: Advantages
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """trainer_state: returns transformers' `TrainerState`, which reward functions may read."""
+
+    rewards: RewardRunner
+    tokenizer: PreTrainedTokenizerBase
+    spec: AdvantageSpec
+    trainer_state: Callable[[], Any]
+
+    def score(self, batch: RolloutBatch) -> ScoredBatch:
+        ids = [
+            row[mask.bool()].tolist() for row, mask in zip(batch.completion_ids, batch.completion_mask, strict=True)
+        ]
+        texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        rows = [row for row in batch.rows for _ in range(batch.group_size)]
+        prompts: list[Prompt] = [row.prompt for row in rows]
+        completions = [_as_completion(row, text) for row, text in zip(rows, texts, strict=True)]
+        request = RewardRequest(
+            prompts=prompts,
+            completions=completions,
+            completion_ids=ids,
+            columns=_repeat_columns(rows),
+            trainer_state=self.trainer_state(),
+        )
+        result = self.rewards.score(request)
+        return ScoredBatch(batch, prompts, completions, result, compute_advantages(result.values, self.spec))
+
+
+def _as_completion(row: PromptRow, text: str) -> Prompt:
+    """Messages for a prompt of messages, else text: what TRL hands to reward functions."""
+    if isinstance(row.prompt, str):
+        return text
+    return [{"role": "assistant", "content": text}]
+
+
+def _repeat_columns(rows: Sequence[PromptRow]) -> dict[str, list[Any]]:
+    return {name: [row.columns[name] for row in rows] for name in rows[0].columns}
+
+
+def loss_mask(batch: RolloutBatch, *, mask_truncated: bool) -> torch.Tensor:
+    """`[N, C]` 1 on tokens that count in the loss: all of a completion, or none when it was cut off and
+    `mask_truncated_completions` is on."""
+    if not mask_truncated:
+        return batch.completion_mask
+    return batch.completion_mask * (~batch.is_truncated).long().unsqueeze(1)

@@ -1,0 +1,94 @@
+"""The policy: base model and adapter description from the config."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from axolotl.errors import ConfigError, EnvironmentFault
+from axolotl.loaders.precision import Precision
+from axolotl.utils.schemas.config import AxolotlConfig
+
+
+def load_model(
+    config: AxolotlConfig, tokenizer: PreTrainedTokenizerBase, precision: Precision, device: str
+) -> PreTrainedModel:
+    """The base model on the CPU (the trainer places it), embeddings grown when the tokenizer has more tokens.
+
+    Raises:
+        ConfigError: `base_model` cannot be loaded.
+        EnvironmentFault: a package that the settings need is missing.
+    """
+    kwargs: dict[str, Any] = {
+        "dtype": precision.weights,
+        "attn_implementation": attention(config, device),
+        "trust_remote_code": bool(config.trust_remote_code),
+        "revision": config.revision_of_model,
+    }
+    quantization = _quantization(config, precision)
+    if quantization is not None:
+        kwargs["quantization_config"] = quantization
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(config.base_model, **kwargs)
+    except ImportError as error:
+        raise EnvironmentFault(
+            f"{config.base_model} needs a package that is not installed", code="E-ENV-03", why=str(error).splitlines()[0]
+        ) from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"base_model: {config.base_model} cannot be loaded",
+            code="E-CFG-11",
+            why=str(error).strip().splitlines()[0],
+            do="give a directory with config.json and safetensors weights, or a model id that this machine can reach",
+        ) from error
+    if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
+        model.resize_token_embeddings(len(tokenizer))
+    return model
+
+
+def attention(config: AxolotlConfig, device: str) -> str:
+    """The attention kernel. FlashAttention has no CPU form; there its meaning, exact attention, is PyTorch's SDPA."""
+    if config.attn_implementation:
+        asked = config.attn_implementation
+    elif config.flash_attention:
+        asked = "flash_attention_2"
+    elif config.eager_attention:
+        asked = "eager"
+    else:
+        asked = "sdpa"
+    return "sdpa" if device == "cpu" and asked.startswith("flash") else asked
+
+
+def lora_config(config: AxolotlConfig) -> LoraConfig | None:
+    """PEFT's description of the adapter; None for full fine-tuning."""
+    if config.adapter is None:
+        return None
+    targets: list[str] | str | None = config.lora_target_modules
+    if config.lora_target_linear or targets is None:
+        targets = "all-linear"
+    return LoraConfig(
+        r=config.lora_r,
+        lora_alpha=config.lora_alpha,
+        lora_dropout=config.lora_dropout,
+        target_modules=targets,
+        modules_to_save=config.lora_modules_to_save or None,
+        use_dora=bool(config.peft_use_dora),
+        use_rslora=bool(config.peft_use_rslora),
+        task_type="CAUSAL_LM",
+    )
+
+
+def _quantization(config: AxolotlConfig, precision: Precision) -> BitsAndBytesConfig | None:
+    if config.load_in_4bit or config.adapter == "qlora":
+        return BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=precision.autocast or torch.float32,
+        )
+    if config.load_in_8bit:
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return None

@@ -1,0 +1,71 @@
+"""Advantages against numbers worked by hand; `tests/contract/test_trl_oracle.py` holds them against TRL."""
+
+import math
+
+import pytest
+import torch
+
+from axolotl.core.trainers.grpo.algo.advantages import STD_FLOOR, AdvantageSpec, compute_advantages
+
+NAN = math.nan
+
+
+def column(*values: float) -> torch.Tensor:
+    return torch.tensor(values).unsqueeze(1)
+
+
+def test_group_scale_divides_by_the_sample_deviation_of_each_group() -> None:
+    # Group 1: 1, 0, 0, 1: mean 0.5, sample deviation sqrt(4 * 0.25 / 3) = 0.57735.
+    result = compute_advantages(column(1, 0, 0, 1, 2, 2, 2, 2), AdvantageSpec(4, (1.0,)))
+    up = 0.5 / (math.sqrt(1 / 3) + STD_FLOOR)
+    assert result.values.tolist() == pytest.approx([up, -up, -up, up, 0, 0, 0, 0])
+    assert result.has_signal.tolist() == [True, False]
+
+
+def test_scale_none_leaves_differences_as_they_are() -> None:
+    result = compute_advantages(column(3, 1, 10, 20), AdvantageSpec(2, (1.0,), scale="none"))
+    assert result.values.tolist() == pytest.approx([1, -1, -5, 5])
+
+
+def test_scale_batch_divides_by_the_deviation_of_the_whole_batch() -> None:
+    # Rewards 3, 1, 10, 20: mean 8.5, squares 30.25 + 56.25 + 2.25 + 132.25 = 221, deviation sqrt(221 / 3).
+    result = compute_advantages(column(3, 1, 10, 20), AdvantageSpec(2, (1.0,), scale="batch"))
+    deviation = math.sqrt(221 / 3) + STD_FLOOR
+    assert result.values.tolist() == pytest.approx([1 / deviation, -1 / deviation, -5 / deviation, 5 / deviation])
+
+
+def test_weights_are_applied_before_the_comparison() -> None:
+    rewards = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    result = compute_advantages(rewards, AdvantageSpec(2, (1.0, 0.5), scale="none"))
+    assert result.rewards.tolist() == [1.0, 0.5]
+    assert result.values.tolist() == pytest.approx([0.25, -0.25])
+
+
+def test_a_function_that_abstains_does_not_count_as_zero_for_an_unscorable_completion() -> None:
+    result = compute_advantages(column(1, NAN, 0), AdvantageSpec(3, (1.0,), scale="none"))
+    assert result.values.tolist() == pytest.approx([0.5, 0.0, -0.5])
+    assert result.is_unscorable.tolist() == [False, True, False]
+    assert math.isnan(result.rewards[1])
+
+
+def test_one_abstaining_function_among_two_is_left_out_of_that_sum() -> None:
+    rewards = torch.tensor([[1.0, NAN], [1.0, 2.0]])
+    result = compute_advantages(rewards, AdvantageSpec(2, (1.0, 1.0), scale="none"))
+    assert result.rewards.tolist() == [1.0, 3.0]
+    assert result.values.tolist() == pytest.approx([-1.0, 1.0])
+
+
+def test_a_group_with_a_single_scored_completion_teaches_nothing() -> None:
+    result = compute_advantages(column(5, NAN, NAN), AdvantageSpec(3, (1.0,)))
+    assert result.values.tolist() == [0, 0, 0]
+    assert result.has_signal.tolist() == [False]
+
+
+def test_normalize_then_sum_gives_functions_of_different_size_the_same_say() -> None:
+    # Both functions rank the two completions oppositely; one is a hundred times larger. After normalising each within
+    # the group they cancel, so nothing is left to learn.
+    rewards = torch.tensor([[100.0, 0.0], [0.0, 1.0]])
+    result = compute_advantages(rewards, AdvantageSpec(2, (1.0, 1.0), aggregation="normalize_then_sum"))
+    assert result.values.abs().max() < 1.0
+    summed = compute_advantages(rewards, AdvantageSpec(2, (1.0, 1.0), scale="none"))
+    assert summed.values.tolist() == pytest.approx([49.5, -49.5])
