@@ -1,0 +1,112 @@
+"""Options that load and check, but whose machinery is not there yet. The commands refuse such a value with one line;
+a default, set or not, is never refused. A row goes when its machinery comes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from axolotl.utils.schemas.config import AxolotlConfig
+from axolotl.utils.schemas.rules import groups_have_two, steps_hold_whole_groups
+from axolotl.utils.schemas.scalars import Plain, show
+
+Command = Literal["train", "vllm-serve"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """key: dotted option. is_refused: whether its value needs what is not there. instead: what to do for now."""
+
+    key: str
+    is_refused: Callable[[Any, AxolotlConfig], bool]
+    instead: str
+
+    def line(self, config: AxolotlConfig) -> str | None:
+        value: Any = config
+        for name in self.key.split("."):
+            value = getattr(value, name)
+        if not self.is_refused(value, config):
+            return None
+        shown = show(Plain(value) if isinstance(value, str) else value)
+        return f"not available yet: {self.key}: {shown} ({self.instead})"
+
+
+def _set(value: Any, _: AxolotlConfig) -> bool:
+    return bool(value)
+
+
+def _above(limit: float) -> Callable[[Any, AxolotlConfig], bool]:
+    return lambda value, _: value > limit
+
+
+def _below(limit: float) -> Callable[[Any, AxolotlConfig], bool]:
+    return lambda value, _: value < limit
+
+
+def _several_steps(value: int | None, config: AxolotlConfig) -> bool:
+    if value is None or groups_have_two(config) or steps_hold_whole_groups(config):
+        return False
+    group = config.trl.num_generations
+    assert group is not None
+    return value * group != config.micro_batch_size * config.gradient_accumulation_steps
+
+
+def _has_reward_model(value: list[str] | None, _: AxolotlConfig) -> bool:
+    return any("/" in entry or Path(entry).is_dir() for entry in value or ())
+
+
+def _server_without_weights(value: bool, config: AxolotlConfig) -> bool:
+    return value and not (config.adapter is not None and config.trl.vllm_lora_sync)
+
+
+TRAINING: tuple[Row, ...] = (
+    Row(
+        "trl.use_vllm",
+        _server_without_weights,
+        "the server gets new weights as a LoRA adapter only; set adapter: lora and trl.vllm_lora_sync: true, "
+        "or use_vllm: false",
+    ),
+    Row("trl.vllm_mode", lambda value, _: value == "colocate", "set server, or leave it out"),
+    Row("trl.vllm_enable_sleep_mode", _set, "it belongs to vllm_mode: colocate; leave it out"),
+    Row("trl.async_prefetch", _set, "set false: generation and training take turns"),
+    Row("trl.prefetch_depth", _above(1), "set 1"),
+    Row("trl.streaming_partial_batch", _set, "set false: the whole batch is scored at once"),
+    Row("trl.streaming_min_groups", _above(1), "set 1"),
+    Row("trl.replay_buffer_size", _above(0), "set 0"),
+    Row("trl.replay_recompute_logps", lambda value, _: not value, "set true"),
+    Row("trl.reroll_start_fraction", _below(1.0), "set 1.0"),
+    Row("trl.reroll_max_groups", _above(1), "set 1"),
+    Row("trl.skip_zero_advantage_batches", lambda value, _: not value, "leave it out: nothing is skipped for now"),
+    Row("trl.reward_num_workers", lambda value, _: value > 1, "set 1: rewards run in the trainer"),
+    Row("trl.reward_funcs", _has_reward_model, "name reward functions as module.function; reward models come later"),
+    Row("trl.rollout_func", _set, "leave it out"),
+    Row("trl.num_iterations", _above(1), "set 1"),
+    Row("trl.generation_batch_size", _several_steps, "leave it out: the prompts of one optimizer step"),
+    Row("trl.use_liger_loss", _set, "set false: log-probs are computed in chunks already"),
+    Row("lora_bias", lambda value, _: value != "none", "set none"),
+    Row("lora_model_dir", _set, "leave it out: a run starts with a fresh adapter"),
+    Row("streaming", _set, "set false"),
+    Row("fp8", _set, "set false"),
+    Row("gradient_checkpointing", lambda value, _: isinstance(value, str), "set true"),
+    Row("auto_resume_from_checkpoints", _set, "run train with --resume"),
+    Row("early_stopping_patience", _set, "leave it out"),
+    Row("hub_model_id", _set, "upload output_dir when the run is over"),
+    Row("fsdp", _set, "leave it out: training uses one device"),
+    Row("fsdp_config", _set, "leave it out: training uses one device"),
+    Row("deepspeed", _set, "leave it out: training uses one device"),
+)
+
+SERVING: tuple[Row, ...] = ()
+
+
+def not_available(config: AxolotlConfig, command: Command) -> list[str]:
+    """One line for each value that `command` cannot honour yet."""
+    rows = TRAINING if command == "train" else SERVING
+    lines = [line for row in rows if (line := row.line(config)) is not None]
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    if command == "train" and world_size not in ("", "1"):
+        lines.append(f"not available yet: WORLD_SIZE={world_size} (start one process, without a launcher)")
+    return lines

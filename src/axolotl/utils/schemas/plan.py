@@ -1,0 +1,68 @@
+"""What follows from the config by arithmetic alone; all of it is known before anything is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from axolotl.utils.schemas.config import AxolotlConfig
+from axolotl.utils.schemas.hosts import client_address
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """One optimizer step of one process.
+
+    micro_batch_size: completions in one forward. num_micro_batches: forwards in a step. completions_per_step:
+    their product. prompts_per_step: whole groups of `num_generations` in it.
+
+    Example: micro_batch_size 2 and 4 micro-batches are 8 completions, which is one prompt of 8 generations.
+    """
+
+    num_generations: int
+    micro_batch_size: int
+    num_micro_batches: int
+    completions_per_step: int
+    prompts_per_step: int
+
+
+def batch_plan(config: AxolotlConfig) -> BatchPlan:
+    """The batch arithmetic of a resolved config that passed the rules."""
+    group = config.trl.num_generations
+    assert group is not None, "resolve() fills num_generations"
+    completions = config.micro_batch_size * config.gradient_accumulation_steps
+    assert completions % group == 0, (completions, group)
+    return BatchPlan(
+        num_generations=group,
+        micro_batch_size=config.micro_batch_size,
+        num_micro_batches=config.gradient_accumulation_steps,
+        completions_per_step=completions,
+        prompts_per_step=completions // group,
+    )
+
+
+def prompt_limit(config: AxolotlConfig) -> int:
+    """The most tokens a prompt may have: `sequence_len`, and room for the completion within `vllm.max_model_len`."""
+    limit = config.sequence_len
+    if config.vllm.max_model_len is not None:
+        assert config.trl.max_completion_length is not None, "resolve() fills max_completion_length"
+        limit = min(limit, config.vllm.max_model_len - config.trl.max_completion_length)
+    return limit
+
+
+def uses_server(config: AxolotlConfig) -> bool:
+    """Whether completions come from a server over HTTP."""
+    return config.trl.use_vllm and config.trl.vllm_mode == "server"
+
+
+def server_url(config: AxolotlConfig) -> str:
+    """Where the trainer finds the server."""
+    assert config.trl.vllm_server_host is not None, "resolve() fills vllm_server_host"
+    return f"http://{client_address(config.trl.vllm_server_host)}:{config.trl.vllm_server_port}"
+
+
+def sync_dir(config: AxolotlConfig) -> Path:
+    """The directory where trainer and server meet."""
+    if config.vllm.sync_dir is not None:
+        return Path(config.vllm.sync_dir).expanduser()
+    return Path.home() / ".cache" / "axolotl" / "servers" / str(config.trl.vllm_server_port)

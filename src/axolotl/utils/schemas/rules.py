@@ -1,0 +1,273 @@
+"""What no single option can know: rules about several of them, checked before anything heavy is loaded.
+
+A rule is a function from the config to a list of problems. The loader runs `AS_WRITTEN` on the config before empty
+values are resolved, `COMMON` on the resolved one, and `TRAINING` on top of that unless only a server is wanted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from axolotl.utils.schemas.config import AxolotlConfig
+from axolotl.utils.schemas.hosts import is_this_machine
+from axolotl.utils.schemas.nodes import Path, Problem
+from axolotl.utils.schemas.plan import prompt_limit
+
+Rule = Callable[[AxolotlConfig], list[Problem]]
+
+MAX_SERVED_RANK = 512
+
+
+def one_address(config: AxolotlConfig) -> list[Problem]:
+    """Server and client may be given one address each, but it has to be the same."""
+    trl, vllm = config.trl, config.vllm
+    problems = []
+    if trl.vllm_server_port and vllm.port and trl.vllm_server_port != vllm.port:
+        message = f"is {trl.vllm_server_port}, but vllm.port is {vllm.port}; remove one, or make them equal"
+        problems.append(Problem(("trl", "vllm_server_port"), message))
+    if trl.vllm_server_host and vllm.host and not _same_host(trl.vllm_server_host, vllm.host):
+        message = f"is {trl.vllm_server_host}, but vllm.host is {vllm.host}; remove one, or make them equal"
+        problems.append(Problem(("trl", "vllm_server_host"), message))
+    return problems
+
+
+def _same_host(one: str, other: str) -> bool:
+    return one.lower() == other.lower() or (is_this_machine(one) and is_this_machine(other))
+
+
+def one_cap(config: AxolotlConfig) -> list[Problem]:
+    """The cap has two names."""
+    cap, clip_max = config.trl.vllm_importance_sampling_cap, config.trl.vllm_importance_sampling_clip_max
+    if cap is None or clip_max is None or cap == clip_max:
+        return []
+    message = f"is {cap}, but vllm_importance_sampling_clip_max, the same thing, is {clip_max}; keep one of them"
+    return [Problem(("trl", "vllm_importance_sampling_cap"), message)]
+
+
+def one_attention(config: AxolotlConfig) -> list[Problem]:
+    """At most one way of choosing the attention kernel."""
+    switches = ("flash_attention", "sdp_attention", "eager_attention")
+    chosen = [name for name in switches if getattr(config, name)]
+    if config.attn_implementation is not None:
+        chosen.append("attn_implementation")
+    if len(chosen) < 2:
+        return []
+    return [Problem((chosen[-1],), f"cannot be combined with {', '.join(chosen[:-1])}; keep one of them")]
+
+
+def one_number_format(config: AxolotlConfig) -> list[Problem]:
+    if config.bf16 is True and config.fp16:
+        return [Problem(("fp16",), "cannot be combined with bf16: true; keep one of them")]
+    return []
+
+
+def one_quantization(config: AxolotlConfig) -> list[Problem]:
+    """A quantised base is frozen, so it needs an adapter; and it is in 4 bits or in 8."""
+    problems = []
+    if config.load_in_4bit and config.load_in_8bit:
+        problems.append(Problem(("load_in_8bit",), "cannot be combined with load_in_4bit; keep one of them"))
+    if config.adapter == "qlora" and config.load_in_8bit:
+        problems.append(Problem(("load_in_8bit",), "cannot be combined with adapter: qlora, which is 4-bit"))
+    for name in ("load_in_4bit", "load_in_8bit"):
+        if getattr(config, name) and config.adapter is None:
+            problems.append(Problem((name,), "needs an adapter, since quantised weights cannot be trained; set adapter"))
+    return problems
+
+
+def prompts_have_room(config: AxolotlConfig) -> list[Problem]:
+    """The limit on prompts is at least one token."""
+    if prompt_limit(config) >= 1:
+        return []
+    max_len, length = config.vllm.max_model_len, config.trl.max_completion_length
+    message = (
+        f"leaves no room for a prompt: vllm.max_model_len {max_len} - max_completion_length {length} "
+        f"= {prompt_limit(config)} tokens; raise one or lower the other"
+    )
+    return [Problem(("trl", "max_completion_length"), message)]
+
+
+def managed_server_is_here(config: AxolotlConfig) -> list[Problem]:
+    """A server that `train` starts runs on this machine."""
+    host = config.trl.vllm_server_host
+    if not config.vllm.managed or host is None or is_this_machine(host):
+        return []
+    return [Problem(("vllm", "managed"), f"starts a server on this machine, but trl.vllm_server_host is {host}")]
+
+
+def server_can_load_the_adapter(config: AxolotlConfig) -> list[Problem]:
+    """What vLLM's adapters cannot express is refused before a run learns something that is never served."""
+    if not config.trl.vllm_lora_sync:
+        return []
+    because = "cannot be combined with trl.vllm_lora_sync: true"
+    problems = []
+    if config.adapter is None:
+        message = "needs an adapter to send; set adapter: lora"
+        problems.append(Problem(("trl", "vllm_lora_sync"), message))
+    if config.peft_use_dora:
+        problems.append(Problem(("peft_use_dora",), f"{because} (the server cannot serve DoRA)"))
+    if config.lora_bias != "none":
+        problems.append(Problem(("lora_bias",), f"{because} (the server cannot serve trained biases)"))
+    if config.lora_modules_to_save:
+        problems.append(Problem(("lora_modules_to_save",), f"{because} (the server gets the adapter only)"))
+    if unserved := [name for name in _target_names(config) if name in ("lm_head", "embed_tokens")]:
+        problems.append(Problem(("lora_target_modules",), f"{because} (the server cannot adapt {', '.join(unserved)})"))
+    if config.lora_r > MAX_SERVED_RANK:
+        message = f"is {config.lora_r}; the server takes ranks up to {MAX_SERVED_RANK}"
+        problems.append(Problem(("lora_r",), message))
+    return problems
+
+
+def _target_names(config: AxolotlConfig) -> list[str]:
+    targets = config.lora_target_modules
+    names = [targets] if isinstance(targets, str) else targets or []
+    return [name.rsplit(".", 1)[-1] for name in names]
+
+
+def training_needs_data_and_rewards(config: AxolotlConfig) -> list[Problem]:
+    problems = []
+    if not config.datasets:
+        problems.append(Problem(("datasets",), "is required: list at least one data set with its path"))
+    if not config.trl.reward_funcs and not config.plugins:
+        message = "is required: list at least one reward function, such as rewards.accuracy_reward"
+        problems.append(Problem(("trl", "reward_funcs"), message))
+    return problems
+
+
+def no_plugins(config: AxolotlConfig) -> list[Problem]:
+    if not config.plugins:
+        return []
+    return [Problem(("plugins",), f"plugins are not supported; remove {', '.join(config.plugins)}")]
+
+
+def groups_have_two(config: AxolotlConfig) -> list[Problem]:
+    """A completion is judged against the others of its group."""
+    group = config.trl.num_generations
+    if group is None or group >= 2:
+        return []
+    message = f"is {group}; GRPO compares completions of the same prompt and needs at least 2"
+    return [Problem(("trl", "num_generations"), message)]
+
+
+def steps_hold_whole_groups(config: AxolotlConfig) -> list[Problem]:
+    """On every process, one optimizer step holds whole groups."""
+    micro, steps, group = config.micro_batch_size, config.gradient_accumulation_steps, config.trl.num_generations
+    if group is None or group < 2 or micro * steps % group == 0:
+        return []
+    message = (
+        f"micro_batch_size {micro} x gradient_accumulation_steps {steps} = {micro * steps} completions, "
+        f"not a multiple of trl.num_generations {group} (every process trains on whole groups). "
+        f"Nearest valid: {', or '.join(_valid_settings(micro, steps, group))}"
+    )
+    return [Problem(("micro_batch_size",), message)]
+
+
+def _valid_settings(micro: int, steps: int, group: int) -> list[str]:
+    """The nearest settings that work, changing one option at a time."""
+    choices = [
+        ("gradient_accumulation_steps", _neighbours(steps, group // math.gcd(micro, group))),
+        ("micro_batch_size", _neighbours(micro, group // math.gcd(steps, group))),
+        ("num_generations", _divisors_near(micro * steps, group)),
+    ]
+    return [f"{name} {' or '.join(map(str, values))}" for name, values in choices if values]
+
+
+def _neighbours(value: int, unit: int) -> list[int]:
+    below = value // unit * unit
+    return [below, below + unit] if below else [unit]
+
+
+def _divisors_near(number: int, wanted: int) -> list[int]:
+    divisors = [divisor for divisor in range(2, number + 1) if number % divisor == 0]
+    below = [divisor for divisor in divisors if divisor < wanted][-1:]
+    return below + [divisor for divisor in divisors if divisor > wanted][:1]
+
+
+def sampling_explores(config: AxolotlConfig) -> list[Problem]:
+    """Greedy completions of a prompt are all the same, so nothing could be learnt from their differences."""
+    temperature = config.trl.temperature
+    if temperature is None or temperature > 0:
+        return []
+    message = f"is {temperature:g}; training needs completions that differ, so a temperature above 0"
+    return [Problem(("trl", "temperature"), message)]
+
+
+def weights_match_rewards(config: AxolotlConfig) -> list[Problem]:
+    functions, weights = config.trl.reward_funcs, config.trl.reward_weights
+    if functions is None or weights is None or len(functions) == len(weights):
+        return []
+    message = f"has {len(weights)} weights for {len(functions)} reward functions; give one weight a function"
+    return [Problem(("trl", "reward_weights"), message)]
+
+
+def asynchronous_options_have_a_producer(config: AxolotlConfig) -> list[Problem]:
+    trl = config.trl
+    if trl.use_data_producer:
+        return []
+    used = {
+        "async_prefetch": trl.async_prefetch,
+        "prefetch_depth": (trl.prefetch_depth or 1) != 1,
+        "streaming_partial_batch": bool(trl.streaming_partial_batch),
+        "streaming_min_groups": (trl.streaming_min_groups or 1) != 1,
+    }
+    message = "needs trl.use_data_producer: true"
+    return [Problem(("trl", name), message) for name, is_used in used.items() if is_used]
+
+
+def vespo_has_token_weights(config: AxolotlConfig) -> list[Problem]:
+    mode = config.trl.vllm_importance_sampling_mode
+    if config.trl.loss_type != "vespo" or mode is None or mode.startswith("token_"):
+        return []
+    message = f"is {mode}; loss_type vespo needs token_truncate or token_mask"
+    return [Problem(("trl", "vllm_importance_sampling_mode"), message)]
+
+
+def clip_range_is_open(config: AxolotlConfig) -> list[Problem]:
+    low, high = config.trl.vllm_importance_sampling_clip_min, config.trl.vllm_importance_sampling_clip_max
+    if low is None or high is None or low < high:
+        return []
+    message = f"is {low:g}, which must be below vllm_importance_sampling_clip_max {high:g}"
+    return [Problem(("trl", "vllm_importance_sampling_clip_min"), message)]
+
+
+def reference_can_follow(config: AxolotlConfig) -> list[Problem]:
+    """With an adapter the reference is the base model, and without a KL penalty there is none."""
+    if not config.trl.sync_ref_model:
+        return []
+    path: Path = ("trl", "sync_ref_model")
+    if config.adapter is not None:
+        return [Problem(path, "needs full fine-tuning: with an adapter the reference is the frozen base model")]
+    if not config.trl.beta:
+        return [Problem(path, "needs trl.beta above 0: without a KL penalty there is no reference model")]
+    return []
+
+
+def gdpo_normalises_first(config: AxolotlConfig) -> list[Problem]:
+    if config.rl != "gdpo" or config.trl.multi_objective_aggregation != "sum_then_normalize":
+        return []
+    message = "is sum_then_normalize, but rl: gdpo means normalize_then_sum; remove it, or set rl: grpo"
+    return [Problem(("trl", "multi_objective_aggregation"), message)]
+
+
+AS_WRITTEN: tuple[Rule, ...] = (one_address, one_cap)
+COMMON: tuple[Rule, ...] = (
+    one_quantization,
+    prompts_have_room,
+    managed_server_is_here,
+    server_can_load_the_adapter,
+    no_plugins,
+)
+TRAINING: tuple[Rule, ...] = (
+    training_needs_data_and_rewards,
+    one_attention,
+    one_number_format,
+    groups_have_two,
+    steps_hold_whole_groups,
+    sampling_explores,
+    weights_match_rewards,
+    asynchronous_options_have_a_producer,
+    vespo_has_token_weights,
+    clip_range_is_open,
+    reference_can_follow,
+    gdpo_normalises_first,
+)
