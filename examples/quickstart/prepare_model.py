@@ -43,7 +43,10 @@ def convert(gguf: Path, directory: Path) -> None:
     """Dequantise `gguf` and write config, tokenizer with its chat template, and bfloat16 weights to `directory`."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+    from transformers.utils import logging
 
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     source, name = str(gguf.parent), gguf.name
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=name)
     loaded = AutoModelForCausalLM.from_pretrained(source, gguf_file=name, dtype=torch.bfloat16)
