@@ -1,6 +1,6 @@
-"""Write the quickstart's questions: additions of two numbers from 1 to 20, some of them held out for the test at the end.
+"""Write the quickstart's questions: additions of two numbers from 1 to 20, some of them held out for the final test.
 
-    python make_data.py        writes data/train.jsonl and data/heldout.jsonl beside this file
+`python make_data.py` writes data/train.jsonl and data/heldout.jsonl beside this file.
 """
 
 from __future__ import annotations

