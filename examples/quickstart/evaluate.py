@@ -1,7 +1,7 @@
 """Accuracy on the held-out questions with greedy decoding, of the base model or of an adapter on top of it.
 
-python evaluate.py            the base model
-python evaluate.py output     with the adapter in output/
+`python evaluate.py` measures the base model, `python evaluate.py output` the adapter in output/. `make quickstart` has
+to have made model/ and data/ before.
 """
 
 from __future__ import annotations

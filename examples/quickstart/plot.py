@@ -1,6 +1,6 @@
 """Draw the mean reward of each step from a run's metrics.jsonl.
 
-python plot.py output/metrics.jsonl output/reward.png
+`python plot.py output/metrics.jsonl output/reward.png` writes the picture again.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The whole quickstart: get the model and the questions, measure, train, measure again, draw the reward.
 
-python run.py        what `make quickstart` runs
+`make quickstart` installs what it needs and runs this file.
 """
 
 from __future__ import annotations
