@@ -11,6 +11,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 PROTOCOL_VERSION = 1
+INSTANCE_HEADER = "x-axolotl-instance"
+"""Response header: the instance id of the process that answered, errors included."""
 
 FinishReason = Literal["stop", "length", "scored"]
 

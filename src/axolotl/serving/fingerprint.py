@@ -1,0 +1,113 @@
+"""What makes a trainer's model and a server's model the same: config, vocabulary, weights."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from axolotl.serving.wire import Fingerprint
+
+_VOLATILE_KEYS = frozenset(
+    {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "quantization_config"}
+)
+_SUMMARY_KEYS = (
+    "model_type",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+    "vocab_size",
+)
+_EDGE_BYTES = 65_536
+
+
+class HasVocab(Protocol):
+    """The one method of a tokenizer that the fingerprint needs."""
+
+    def get_vocab(self) -> dict[str, int]: ...
+
+
+def fingerprint(
+    model: str, revision: str | None, trust_remote_code: bool, tokenizer: HasVocab | None = None
+) -> Fingerprint:
+    """The fingerprint of a model directory or hub name.
+
+    Args:
+        tokenizer: the one in use; None loads the model's own. Only which id means which token counts, since ids are
+            all that crosses the wire.
+    """
+    config = _raw_config(model, revision)
+    if tokenizer is None:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(model, revision=revision, trust_remote_code=trust_remote_code)
+    assert tokenizer is not None
+    vocab = sorted((token_id, token) for token, token_id in tokenizer.get_vocab().items())
+    return Fingerprint(
+        base_model=Path(model).name if Path(model).is_dir() else model,
+        config=_digest_json(_stable(config)),
+        tokenizer=_digest_json(vocab),
+        weights=_digest_weights(Path(model)) if Path(model).is_dir() else "",
+        summary={key: config[key] for key in _SUMMARY_KEYS if key in config},
+    )
+
+
+def differences(server: Fingerprint, trainer: Fingerprint) -> list[str]:
+    """What differs, one readable line a part, server's value first. Weights count only where both sides know them."""
+    lines = []
+    if server.config != trainer.config:
+        keys = sorted(server.summary.keys() | trainer.summary.keys())
+        unequal = [
+            f"{key} {server.summary.get(key)} vs {trainer.summary.get(key)}"
+            for key in keys
+            if server.summary.get(key) != trainer.summary.get(key)
+        ]
+        lines.append(f"config ({', '.join(unequal) or 'in keys other than the sizes'})")
+    if server.tokenizer != trainer.tokenizer:
+        lines.append("tokenizer (the same id means different tokens)")
+    if server.weights and trainer.weights and server.weights != trainer.weights:
+        lines.append("weights (the files differ)")
+    return lines
+
+
+def _raw_config(model: str, revision: str | None) -> dict[str, Any]:
+    """`config.json` as written, so that the versions of transformers on both sides do not matter."""
+    path = Path(model) / "config.json"
+    if not path.is_file():
+        from huggingface_hub import hf_hub_download
+
+        path = Path(hf_hub_download(model, "config.json", revision=revision))
+    config = json.loads(path.read_text())
+    assert isinstance(config, dict)
+    return config
+
+
+def _stable(value: Any) -> Any:
+    """Without the keys, at any depth, that do not change what the model computes."""
+    if isinstance(value, Mapping):
+        return {key: _stable(item) for key, item in value.items() if key not in _VOLATILE_KEYS}
+    if isinstance(value, list):
+        return [_stable(item) for item in value]
+    return value
+
+
+def _digest_json(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, ensure_ascii=True).encode()).hexdigest()
+
+
+def _digest_weights(directory: Path) -> str:
+    """Over names, sizes and the first and last 64 KiB of each safetensors file; empty when there is none."""
+    files = sorted(directory.glob("*.safetensors"))
+    digest = hashlib.sha256()
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{file.name}:{size}\n".encode())
+        with file.open("rb") as stream:
+            digest.update(stream.read(_EDGE_BYTES))
+            stream.seek(max(0, size - _EDGE_BYTES))
+            digest.update(stream.read(_EDGE_BYTES))
+    return digest.hexdigest() if files else ""
