@@ -18,7 +18,7 @@ from axolotl.utils.schemas.nodes import Node, Problem, dotted
 from axolotl.utils.schemas.nodes import Path as KeyPath
 from axolotl.utils.schemas.resolve import resolve
 from axolotl.utils.schemas.scalars import Plain, read_free
-from axolotl.utils.schemas.validate import validate
+from axolotl.utils.schemas.validate import independent, validate
 
 Purpose = Literal["train", "vllm-serve"]
 
@@ -33,13 +33,18 @@ class LoadedConfig:
 
 
 def load_config(
-    path: str | Path, overrides: Sequence[tuple[str, str]] = (), *, purpose: Purpose = "train"
+    path: str | Path,
+    overrides: Sequence[tuple[str, str]] = (),
+    *,
+    purpose: Purpose = "train",
+    own_flags: Sequence[str] = (),
 ) -> LoadedConfig:
     """Reads, overrides, checks and resolves.
 
     Args:
         overrides: `("trl.num_generations", "4")` pairs; values are read by the rules of the file.
         purpose: `vllm-serve` leaves out the rules about data, rewards and batches.
+        own_flags: flags of the command itself, to suggest when an unknown one resembles them.
 
     Raises:
         ConfigError: with every problem in `details`, in the order of the lines.
@@ -48,7 +53,7 @@ def load_config(
     root, problems = read_tree(read_file(path), str(path))
     for key, text in overrides:
         problems += _override(root, key, text)
-    config, more, warnings = _check(root, purpose)
+    config, more, warnings = _check(root, purpose, own_flags)
     problems += more
     if problems or config is None:
         raise _failure(problems, root, str(path))
@@ -71,19 +76,20 @@ def dump_config(config: AxolotlConfig) -> str:
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
-def _check(root: Node, purpose: Purpose) -> tuple[AxolotlConfig | None, list[Problem], list[Problem]]:
+def _check(
+    root: Node, purpose: Purpose, own_flags: Sequence[str] = ()
+) -> tuple[AxolotlConfig | None, list[Problem], list[Problem]]:
     problems, warnings = fold(root)
-    written, more, notes = validate(root)
-    problems += more
-    warnings += notes
-    if written is None:
+    validated = validate(root, own_flags)
+    problems += validated.problems
+    warnings += validated.warnings
+    if validated.config is None:
         return None, problems, warnings
-    for rule in rules.AS_WRITTEN:
-        problems += rule(written)
-    config = resolve(written)
+    broken = [problem for rule in rules.AS_WRITTEN for problem in rule(validated.config)]
+    config = resolve(validated.config)
     for rule in rules.COMMON + (rules.TRAINING if purpose == "train" else ()):
-        problems += rule(config)
-    return config, problems, warnings
+        broken += rule(config)
+    return config, problems + independent(broken, problems), warnings
 
 
 def _override(root: Node, key: str, text: str) -> list[Problem]:
@@ -103,9 +109,8 @@ def _override(root: Node, key: str, text: str) -> list[Problem]:
             return [Problem(path, f"{dotted(path[: depth + 1])} has no options of its own", node)]
         parent = child
     last = path[-1]
-    if isinstance(parent.value, list):
-        if not isinstance(last, int) or last >= len(parent.value):
-            return [Problem(path, f"there is no entry {last}", node)]
+    if isinstance(parent.value, list) and (not isinstance(last, int) or last >= len(parent.value)):
+        return [Problem(path, f"there is no entry {last}", node)]
     parent.value[last] = node
     return problems
 

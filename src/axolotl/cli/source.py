@@ -10,7 +10,8 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from axolotl.errors import ConfigError
-from axolotl.utils.schemas.nodes import Node, Path as KeyPath, Problem
+from axolotl.utils.schemas.nodes import Node, Problem
+from axolotl.utils.schemas.nodes import Path as KeyPath
 from axolotl.utils.schemas.scalars import NULL_WORDS, Plain
 
 MAX_BYTES = 1_000_000

@@ -13,9 +13,7 @@ class CheckpointOptions(Options):
     save_strategy: Annotated[Literal["steps", "epoch", "no", "best"], AsWord] | None = option(
         None, "When checkpoints are written; `steps` when a number of steps is given, otherwise `epoch`."
     )
-    save_steps: Number | None = option(
-        None, "Optimizer steps between checkpoints; below 1, a share of the run.", gt=0
-    )
+    save_steps: Number | None = option(None, "Optimizer steps between checkpoints; below 1, a share of the run.", gt=0)
     saves_per_epoch: Int | None = option(None, "Checkpoints in each epoch; 0 leaves it to `save_steps`.", ge=0)
     save_total_limit: Int | None = option(None, "How many checkpoints are kept; all when unset.", ge=1)
     save_only_model: Bool = option(False, "Leave out the optimizer's state; such a run cannot be resumed.")
@@ -29,14 +27,10 @@ class CheckpointOptions(Options):
     eval_strategy: Annotated[Literal["steps", "epoch", "no"], AsWord] | None = option(
         None, "When evaluation runs; `steps` when a number of steps is given, otherwise `epoch`."
     )
-    eval_steps: Number | None = option(
-        None, "Optimizer steps between evaluations; below 1, a share of the run.", gt=0
-    )
+    eval_steps: Number | None = option(None, "Optimizer steps between evaluations; below 1, a share of the run.", gt=0)
     evals_per_epoch: Int | None = option(None, "Evaluations in each epoch; 0 leaves it to `eval_steps`.", ge=0)
     eval_batch_size: Int | None = option(
         None, "Completions of one evaluation batch; those of one optimizer step when unset.", ge=1
     )
-    early_stopping_patience: Int | None = option(
-        None, "Stop after so many evaluations without improvement.", ge=1
-    )
+    early_stopping_patience: Int | None = option(None, "Stop after so many evaluations without improvement.", ge=1)
     hub_model_id: Text | None = option(None, "Repository of the hub that checkpoints are uploaded to.")

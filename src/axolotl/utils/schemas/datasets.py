@@ -29,9 +29,7 @@ class DataOptions(Options):
     dataset_prepared_path: Text | None = option(None, "Directory that caches the tokenised prompts between runs.")
     skip_prepare_dataset: Bool = option(False, "Tokenise prompts when they are needed, and keep no cache.")
     streaming: Bool = option(False, "Read the data set while training instead of beforehand.")
-    val_set_size: Float = option(
-        0.0, "Share of the rows (below 1) or number of rows set aside for evaluation.", ge=0.0
-    )
+    val_set_size: Float = option(0.0, "Share of the rows (below 1) or number of rows set aside for evaluation.", ge=0.0)
     sequence_len: Int = option(512, "The most tokens a prompt may have.", ge=1)
     long_prompts: Annotated[Literal["drop", "error", "truncate_left"], AsWord] = option(
         "drop", "What happens to a prompt over the limit."

@@ -97,7 +97,7 @@ def fold(root: Node) -> tuple[list[Problem], list[Problem]]:
     for path in sorted(NO_EFFECT, key=dotted):
         if (node := _take(root, path)) is not None:
             warnings.append(Problem(path, "has no effect here", node))
-    for key in [key for key, _ in root.keys() if plugin_of(key) is not None]:
+    for key in [key for key, _ in root.entries() if plugin_of(key) is not None]:
         node = _take(root, (key,))
         message = f"belongs to the plugin {plugin_of(key)}, and plugins are not supported"
         problems.append(Problem((key,), message, node))

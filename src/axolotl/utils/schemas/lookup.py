@@ -17,6 +17,11 @@ def sections() -> dict[Path, type[BaseModel]]:
     return dict(_walk((), AxolotlConfig))
 
 
+def option_names() -> set[str]:
+    """The names of all options, sections left out."""
+    return {name for model in sections().values() for name in model.model_fields} - {"trl", "vllm", "datasets"}
+
+
 def _walk(path: Path, model: type[BaseModel]) -> Iterator[tuple[Path, type[BaseModel]]]:
     yield path, model
     for name, field in model.model_fields.items():

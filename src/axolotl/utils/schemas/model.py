@@ -20,7 +20,9 @@ def _read_pad_token(value: object) -> str | None:
 class SpecialTokens(Options):
     """Tokens with a role of their own."""
 
-    pad_token: Annotated[str | None, BeforeValidator(_read_pad_token)] = option(None, "Token that fills up short rows; chosen from the tokenizer when empty.")
+    pad_token: Annotated[str | None, BeforeValidator(_read_pad_token)] = option(
+        None, "Token that fills up short rows; chosen from the tokenizer when empty."
+    )
     eos_token: Text | None = option(None, "Token that ends a completion.")
     bos_token: Text | None = option(None, "Token that begins a text.")
     unk_token: Text | None = option(None, "Token for what the vocabulary lacks.")
@@ -33,9 +35,10 @@ class ModelOptions(Options):
     tokenizer_config: Text | None = option(None, "Where the tokenizer comes from; `base_model` when unset.")
     trust_remote_code: Bool = option(False, "Let the model's repository run its own code.")
     chat_template: Text | None = option(
-        None, "Chat template: `tokenizer_default`, a shipped name such as `chatml`, a Jinja file, or Jinja text.",
+        None,
+        "Chat template: `tokenizer_default`, a shipped name such as `chatml`, a Jinja file, or Jinja text.",
         null_means="tokenizer_default",
-    )  # fmt: skip
+    )
     special_tokens: SpecialTokens = option(SpecialTokens, "Which tokens have a role of their own.")
     attn_implementation: Annotated[Attention, AsWord] | None = option(
         None, "Attention kernel; `sdpa` when neither this nor one of the switches below says otherwise."

@@ -61,7 +61,7 @@ class Node:
                 return node
         return None
 
-    def keys(self) -> Iterator[tuple[str, Node]]:
+    def entries(self) -> Iterator[tuple[str, Node]]:
         """Entries of a mapping; nothing for anything else."""
         if isinstance(self.value, dict):
             yield from self.value.items()

@@ -71,7 +71,8 @@ def one_quantization(config: AxolotlConfig) -> list[Problem]:
         problems.append(Problem(("load_in_8bit",), "cannot be combined with adapter: qlora, which is 4-bit"))
     for name in ("load_in_4bit", "load_in_8bit"):
         if getattr(config, name) and config.adapter is None:
-            problems.append(Problem((name,), "needs an adapter, since quantised weights cannot be trained; set adapter"))
+            message = "needs an adapter, since quantised weights cannot be trained; set adapter"
+            problems.append(Problem((name,), message))
     return problems
 
 

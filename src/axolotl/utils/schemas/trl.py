@@ -35,16 +35,15 @@ def _read_weights(value: object) -> Any:
 class TRLConfig(Options):
     """Options of `trl:`, in the order of the reference."""
 
-    use_vllm: Bool = option(
-        False, "Let a separate server make the completions instead of the training process itself."
-    )
+    use_vllm: Bool = option(False, "Let a separate server make the completions instead of the training process itself.")
     vllm_mode: Annotated[Literal["server", "colocate"], AsWord] | None = option(
         None, "Where the engine runs: in a server of its own, or inside the trainer.", null_means="server"
     )
     vllm_server_host: Text | None = option(
-        None, "Where the trainer finds the server; taken from `vllm.host` when unset, and 0.0.0.0 means this machine.",
+        None,
+        "Where the trainer finds the server; taken from `vllm.host` when unset, and 0.0.0.0 means this machine.",
         null_means="0.0.0.0",
-    )  # fmt: skip
+    )
     vllm_server_port: Int | None = option(
         None, "The server's port; taken from `vllm.port` when unset.", null_means=8000, ge=1, le=65535
     )
@@ -60,13 +59,13 @@ class TRLConfig(Options):
     generation_batch_size: Int | None = option(
         None, "Prompts that are generated together; by default the prompts of one optimizer step.", ge=1
     )
-    max_completion_length: Int | None = option(
-        None, "The most tokens a completion may have.", null_means=512, ge=1
-    )
+    max_completion_length: Int | None = option(None, "The most tokens a completion may have.", null_means=512, ge=1)
     beta: Float | None = option(
-        None, "Weight of the KL penalty that keeps the policy near the reference model; 0 needs no reference.",
-        null_means=0.0, ge=0.0,
-    )  # fmt: skip
+        None,
+        "Weight of the KL penalty that keeps the policy near the reference model; 0 needs no reference.",
+        null_means=0.0,
+        ge=0.0,
+    )
     num_iterations: Int | None = option(
         None, "Optimizer passes over the same completions (mu in the GRPO paper).", null_means=1, ge=1
     )
@@ -86,9 +85,7 @@ class TRLConfig(Options):
         "group",
         "Divide advantages by the spread of rewards within the group (true) or the batch, or leave them (none, false).",
     )
-    mask_truncated_completions: Bool = option(
-        False, "Leave completions that hit the length limit out of the loss."
-    )
+    mask_truncated_completions: Bool = option(False, "Leave completions that hit the length limit out of the loss.")
     sapo_temperature_neg: Float | None = option(
         None, "Softness of the SAPO gate for tokens with negative advantage.", null_means=1.05, gt=0.0
     )
@@ -110,9 +107,7 @@ class TRLConfig(Options):
     top_entropy_quantile: Float | None = option(
         None, "Share of tokens, the most uncertain ones, that enter the policy loss.", null_means=1.0, ge=0.0, le=1.0
     )
-    entropy_coef: Float | None = option(
-        None, "Weight of an entropy bonus in the loss.", null_means=0.0, ge=0.0
-    )
+    entropy_coef: Float | None = option(None, "Weight of an entropy bonus in the loss.", null_means=0.0, ge=0.0)
 
     reward_funcs: TextList | None = option(
         None, "Reward functions as import paths (`module.function`), or reward models of the hub."
@@ -121,9 +116,10 @@ class TRLConfig(Options):
         None, "One weight for each reward function; 1 each when unset."
     )
     multi_objective_aggregation: Annotated[Literal["sum_then_normalize", "normalize_then_sum"], AsWord] | None = option(
-        None, "Add up rewards and then normalise, or normalise each and then add up (GDPO).",
+        None,
+        "Add up rewards and then normalise, or normalise each and then add up (GDPO).",
         null_means="sum_then_normalize",
-    )  # fmt: skip
+    )
     rollout_func: Text | None = option(
         None, "Import path of a function that makes the completions itself, for environments with several turns."
     )
@@ -134,18 +130,14 @@ class TRLConfig(Options):
     top_p: Float | None = option(
         None, "Sample from the smallest set of tokens with this total probability.", null_means=1.0, gt=0.0, le=1.0
     )
-    top_k: Int | None = option(
-        None, "Sample from this many of the likeliest tokens; 0 means all.", null_means=0, ge=0
-    )
+    top_k: Int | None = option(None, "Sample from this many of the likeliest tokens; 0 means all.", null_means=0, ge=0)
     min_p: Float | None = option(
         None, "Drop tokens below this share of the likeliest token's probability.", ge=0.0, le=1.0
     )
     repetition_penalty: Float | None = option(
         None, "Above 1 it discourages tokens that already occurred; 1 is off.", null_means=1.0, gt=0.0
     )
-    generation_kwargs: Free | None = option(
-        None, "Further sampling settings of the engine, such as `stop_token_ids`."
-    )
+    generation_kwargs: Free | None = option(None, "Further sampling settings of the engine, such as `stop_token_ids`.")
     chat_template_kwargs: Free | None = option(
         None, "Variables handed to the chat template, such as `enable_thinking: false`."
     )
@@ -156,18 +148,14 @@ class TRLConfig(Options):
     use_data_producer: Bool = option(
         False, "Fetch rollouts through the data producer; the asynchronous options need it."
     )
-    async_prefetch: Bool = option(
-        False, "Generate the next rollouts in the background while the present ones train."
-    )
+    async_prefetch: Bool = option(False, "Generate the next rollouts in the background while the present ones train.")
     prefetch_depth: Int | None = option(
         None, "How many rollouts the background generation may be ahead.", null_means=1, ge=1
     )
     vllm_sync_interval: Int | None = option(
         None, "Send the adapter to the server after every so many optimizer steps.", null_means=1, ge=1
     )
-    vllm_lora_sync: Bool = option(
-        False, "Send the LoRA adapter to the server as files in `vllm.sync_dir`."
-    )
+    vllm_lora_sync: Bool = option(False, "Send the LoRA adapter to the server as files in `vllm.sync_dir`.")
     streaming_partial_batch: Bool | None = option(
         None, "Score groups as they arrive instead of waiting for the whole batch.", null_means=False
     )
@@ -177,9 +165,7 @@ class TRLConfig(Options):
     skip_zero_advantage_batches: Bool = option(
         True, "Spend no forward and backward pass on micro-batches whose advantages are all zero."
     )
-    reward_num_workers: Int = option(
-        1, "Processes that run the reward functions.", ge=0
-    )
+    reward_num_workers: Int = option(1, "Processes that run the reward functions.", ge=0)
     vllm_enable_sleep_mode: Bool | None = option(
         None, "Move the engine's weights off the accelerator while it is idle (colocate mode).", null_means=False
     )
@@ -191,9 +177,10 @@ class TRLConfig(Options):
         None, "Whether the policy ratio in the loss is taken per token or per sequence.", null_means="token"
     )
     vllm_importance_sampling_mode: Annotated[ImportanceMode, AsWord] | None = option(
-        None, "How sampling weights beyond the bounds are treated: cut or masked, per token or per sequence.",
+        None,
+        "How sampling weights beyond the bounds are treated: cut or masked, per token or per sequence.",
         null_means="token_truncate",
-    )  # fmt: skip
+    )
     vllm_importance_sampling_cap: Float | None = option(
         None, "The guide's name of `vllm_importance_sampling_clip_max`; either may be given.", gt=0.0
     )
@@ -213,15 +200,11 @@ class TRLConfig(Options):
     replay_buffer_size: Int = option(
         0, "How many groups with a learning signal are kept to stand in for groups without one; 0 is off.", ge=0
     )
-    replay_recompute_logps: Bool = option(
-        True, "Recompute log-probs of replayed groups under the present policy."
-    )
+    replay_recompute_logps: Bool = option(True, "Recompute log-probs of replayed groups under the present policy.")
     reroll_start_fraction: Float = option(
         1.0, "Try failed prompts again after this share of the training; 1.0 is off.", ge=0.0, le=1.0
     )
-    reroll_max_groups: Int = option(
-        1, "The most groups of a batch that are prompts tried again.", ge=1
-    )
+    reroll_max_groups: Int = option(1, "The most groups of a batch that are prompts tried again.", ge=1)
 
     sync_ref_model: Bool = option(
         False, "Let the reference model follow the policy (full fine-tuning with `beta` above 0)."
@@ -229,19 +212,11 @@ class TRLConfig(Options):
     ref_model_mixup_alpha: Float = option(
         0.9, "Weight of the policy in each update of the reference model.", ge=0.0, le=1.0
     )
-    ref_model_sync_steps: Int = option(
-        64, "Optimizer steps between updates of the reference model.", ge=1
-    )
+    ref_model_sync_steps: Int = option(64, "Optimizer steps between updates of the reference model.", ge=1)
 
-    disable_dropout: Bool = option(
-        False, "Switch all dropout of the model off."
-    )
-    log_completions: Bool = option(
-        False, "Log sample completions with their rewards."
-    )
+    disable_dropout: Bool = option(False, "Switch all dropout of the model off.")
+    log_completions: Bool = option(False, "Log sample completions with their rewards.")
     num_completions_to_print: Int | None = option(
         None, "How many of the logged completions are printed; all when unset.", ge=0
     )
-    use_liger_loss: Bool | None = option(
-        None, "Use the fused Liger kernel in the model's head.", null_means=False
-    )
+    use_liger_loss: Bool | None = option(None, "Use the fused Liger kernel in the model's head.", null_means=False)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ValidationError
 
 from axolotl.utils.schemas.config import AxolotlConfig
-from axolotl.utils.schemas.lookup import unknown_key
+from axolotl.utils.schemas.lookup import option_names, unknown_key
 from axolotl.utils.schemas.nodes import Node, Path, Problem
 from axolotl.utils.schemas.scalars import show
 
@@ -22,14 +25,59 @@ _BOUNDS = {
 _NO_TOKEN = ("pad_token", "eos_token", "bos_token", "unk_token")
 
 
-def validate(root: Node) -> tuple[AxolotlConfig | None, list[Problem], list[Problem]]:
-    """The config as written, problems and warnings; the config is None when there are problems with its options."""
+@dataclass(frozen=True)
+class Validated:
+    """config: the config as written; where problems stand in the way, with those options left at their defaults, so
+    that the rules can still look at the rest. problems, warnings: what was found."""
+
+    config: AxolotlConfig | None
+    problems: list[Problem]
+    warnings: list[Problem]
+
+
+def validate(root: Node, own_flags: Sequence[str] = ()) -> Validated:
+    """Checks every option by itself. `own_flags` are further words to suggest for an unknown command line flag."""
     problems, warnings = _special_tokens(root)
+    data = root.plain()
     try:
-        config = AxolotlConfig.model_validate(root.plain())
+        return Validated(AxolotlConfig.model_validate(data), problems, warnings)
     except ValidationError as error:
-        return None, problems + [_problem(finding) for finding in error.errors(include_url=False)], warnings
-    return config, problems, warnings
+        findings: list[Any] = error.errors(include_url=False)
+    for finding in findings:
+        node = root.find(finding["loc"])
+        is_flag = node is not None and node.flag is not None
+        problems.append(_problem(finding, own_flags if is_flag else ()))
+        _set_aside(data, finding)
+    try:
+        return Validated(AxolotlConfig.model_validate(data), problems, warnings)
+    except ValidationError:
+        return Validated(None, problems, warnings)
+
+
+def _set_aside(data: Any, finding: Any) -> None:
+    """Takes the option of a finding out of the data, or puts a stand-in where it is required."""
+    *parents, key = finding["loc"]
+    for part in parents:
+        try:
+            data = data[part]
+        except (KeyError, IndexError, TypeError):
+            return
+    if finding["type"] == "missing":
+        data[key] = "grpo" if key == "rl" else "missing"
+    elif isinstance(data, dict):
+        data.pop(key, None)
+
+
+def independent(found: Iterable[Problem], known: Iterable[Problem]) -> list[Problem]:
+    """Those problems of `found` that speak of no option that a problem of `known` speaks of: the others may only be
+    consequences."""
+    spoken = set().union(*(_options_in(problem) for problem in known))
+    return [problem for problem in found if not _options_in(problem) & spoken]
+
+
+def _options_in(problem: Problem) -> set[str]:
+    words = set(re.findall(r"\w+", problem.message)) | {part for part in problem.path if isinstance(part, str)}
+    return words & option_names()
 
 
 def _special_tokens(root: Node) -> tuple[list[Problem], list[Problem]]:
@@ -37,7 +85,7 @@ def _special_tokens(root: Node) -> tuple[list[Problem], list[Problem]]:
     problems: list[Problem] = []
     warnings: list[Problem] = []
     section = root.find(("special_tokens",))
-    for key, node in section.keys() if section is not None else ():
+    for key, node in section.entries() if section is not None else ():
         path: Path = ("special_tokens", key)
         if node.value is None and key in _NO_TOKEN:
             problems.append(Problem(path, 'has no value; quote the token: "<|endoftext|>", or remove the line'))
@@ -48,11 +96,11 @@ def _special_tokens(root: Node) -> tuple[list[Problem], list[Problem]]:
     return problems, warnings
 
 
-def _problem(finding: Any) -> Problem:
+def _problem(finding: Any, own_flags: Sequence[str]) -> Problem:
     kind, path, given = finding["type"], finding["loc"], finding.get("input")
     context = finding.get("ctx", {})
     if kind == "extra_forbidden":
-        return Problem(path, unknown_key(path))
+        return Problem(path, unknown_key(path, extra=own_flags))
     if kind == "missing":
         return Problem(path, _required(path))
     if kind == "value_error":

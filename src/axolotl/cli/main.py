@@ -1,0 +1,111 @@
+"""The console script: reads the command line, loads the config, and hands over to the command. Imports no torch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import fire
+
+from axolotl import __version__
+from axolotl.cli import check, config_schema, help_text
+from axolotl.cli.config import LoadedConfig, Purpose, dump_config, load_config
+from axolotl.cli.invocation import OWN_FLAGS, Invocation, parse
+from axolotl.cli.reporting import exit_code_of, recorded_in
+from axolotl.errors import ConfigError
+from axolotl.utils.schemas.availability import not_available
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code."""
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    return exit_code_of(lambda: _run(arguments), only_prints=lambda: _only_prints(arguments))
+
+
+def _run(arguments: Sequence[str]) -> None:
+    invocation = parse(arguments)
+    if invocation.wants_version:
+        print(f"axolotl {__version__}")
+    elif invocation.wants_help:
+        text = help_text.GENERAL if invocation.command is None else help_text.COMMANDS[invocation.command]
+        print(text, end="")
+    else:
+        assert invocation.command is not None
+        # fire only picks the command: its own reading of values would cut them at `#` and guess types.
+        fire.Fire(_commands(invocation), command=[invocation.command], name="axolotl")
+
+
+def _commands(invocation: Invocation) -> dict[str, Callable[[], None]]:
+    def train() -> None:
+        _train(invocation)
+
+    def vllm_serve() -> None:
+        _vllm_serve(invocation)
+
+    def check_config() -> None:
+        check.run(_load(invocation, "train"))
+
+    def schema() -> None:
+        config_schema.run(as_markdown=bool(invocation.flag("markdown")))
+
+    return {"train": train, "vllm-serve": vllm_serve, "check": check_config, "config-schema": schema}
+
+
+def _train(invocation: Invocation) -> None:
+    loaded = _load(invocation, "train")
+    refused = not_available(loaded.config, "train")
+    if invocation.flag("dry_run"):
+        for line in (*loaded.warnings, *refused):
+            print(f"warning: {line}", file=sys.stderr)
+        print(dump_config(loaded.config), end="")
+        return
+    _print_warnings(loaded)
+    _refuse(refused)
+    from axolotl.cli import train
+
+    resume = invocation.flag("resume") or loaded.config.resume_from_checkpoint or False
+    flags = train.TrainFlags(resume=resume, overwrite=bool(invocation.flag("overwrite")))
+    with recorded_in(Path(loaded.config.output_dir)):
+        train.run(loaded, flags)
+
+
+def _vllm_serve(invocation: Invocation) -> None:
+    loaded = _load(invocation, "vllm-serve")
+    _print_warnings(loaded)
+    _refuse(not_available(loaded.config, "vllm-serve"))
+    from axolotl.cli import vllm_serve
+
+    vllm_serve.run(loaded)
+
+
+def _load(invocation: Invocation, purpose: Purpose) -> LoadedConfig:
+    assert invocation.command is not None and invocation.config is not None
+    return load_config(
+        invocation.config, invocation.overrides, purpose=purpose, own_flags=OWN_FLAGS[invocation.command]
+    )
+
+
+def _print_warnings(loaded: LoadedConfig) -> None:
+    for line in loaded.warnings:
+        print(f"warning: {line}", file=sys.stderr)
+
+
+def _refuse(lines: Sequence[str]) -> None:
+    if lines:
+        raise ConfigError(
+            "the config asks for something that is not available yet",
+            code="E-CFG-10",
+            why="listed above, one a line",
+            do="change these values as the lines say",
+            details=tuple(lines),
+        )
+
+
+def _only_prints(arguments: Sequence[str]) -> bool:
+    runs_for_long = bool(arguments) and arguments[0] in ("train", "vllm-serve")
+    return not runs_for_long or "--dry-run" in arguments or "--help" in arguments
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,88 @@
+"""How a command ends: the report as the last thing on stderr, `last_error.json`, and the exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from axolotl.errors import AxolotlError, InternalError, Report
+
+INTERRUPTED = 130
+BROKEN_PIPE = 141
+
+
+def exit_code_of(action: Callable[[], None], *, only_prints: Callable[[], bool]) -> int:
+    """Runs a command and reports how it ended.
+
+    Args:
+        only_prints: whether the command does nothing but print, so that a reader that went away (`| head`) is no
+            fault. Asked after the action failed.
+    """
+    try:
+        action()
+        sys.stdout.flush()
+    except AxolotlError as error:
+        print_report(error)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print(Report("E-SIG-01", "interrupted"), file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError as error:
+        if not only_prints():
+            return _report_bug(error)
+        # Python flushes stdout once more at exit; let that go nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except Exception as error:
+        return _report_bug(error)
+    return 0
+
+
+def print_report(error: AxolotlError) -> None:
+    """Details, one a line, then the four-line report."""
+    sys.stdout.flush()
+    for line in error.details:
+        print(line, file=sys.stderr)
+    print(error.report(), file=sys.stderr, flush=True)
+
+
+@contextmanager
+def recorded_in(output_dir: Path) -> Iterator[None]:
+    """Leaves `last_error.json` in the output directory, where there is one, when the block ends with an error."""
+    try:
+        yield
+    except AxolotlError as error:
+        write_last_error(output_dir, error)
+        raise
+    except Exception as error:
+        write_last_error(output_dir, _bug(error))
+        raise
+
+
+def write_last_error(output_dir: Path, error: AxolotlError) -> None:
+    """The report as JSON. A directory that is missing or cannot be written must not hide the error itself."""
+    if not output_dir.is_dir():
+        return
+    try:
+        (output_dir / "last_error.json").write_text(json.dumps(error.as_json(), indent=2) + "\n")
+    except OSError:
+        return
+
+
+def _report_bug(error: Exception) -> int:
+    traceback.print_exception(error)
+    print_report(_bug(error))
+    return InternalError.exit_code
+
+
+def _bug(error: Exception) -> InternalError:
+    return InternalError(
+        f"{type(error).__name__}: {error}".splitlines()[0],
+        why="this is a bug of axolotl, not a mistake of yours",
+        do="please report it, with the traceback above and your config",
+    )
