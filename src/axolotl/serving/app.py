@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 import axolotl
+from axolotl.errors import AxolotlError
 from axolotl.serving.adapters import AdapterRegistry
 from axolotl.serving.edge import check_generate, invalid
 from axolotl.serving.engines.protocol import Engine, EngineRejects
@@ -208,6 +209,11 @@ def _add_error_handlers(app: FastAPI) -> None:
     async def refused(_: Request, refusal: Exception) -> Response:
         assert isinstance(refusal, Refusal)
         return error_response(refusal)
+
+    @app.exception_handler(AxolotlError)
+    async def engine_fault(_: Request, error: Exception) -> Response:
+        assert isinstance(error, AxolotlError)
+        return error_response(Refusal.of(error, 500))
 
     @app.exception_handler(RequestValidationError)
     async def malformed(_: Request, error: Exception) -> Response:

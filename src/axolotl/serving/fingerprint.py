@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from axolotl.errors import EnvironmentFault
 from axolotl.serving.wire import Fingerprint
 
 _VOLATILE_KEYS = frozenset(
@@ -40,7 +41,7 @@ def fingerprint(
         tokenizer: the one in use; None loads the model's own. Only which id means which token counts, since ids are
             all that crosses the wire.
     """
-    config = _raw_config(model, revision)
+    config = read_model_config(model, revision)
     if tokenizer is None:
         from transformers import AutoTokenizer
 
@@ -74,16 +75,33 @@ def differences(server: Fingerprint, trainer: Fingerprint) -> list[str]:
     return lines
 
 
-def _raw_config(model: str, revision: str | None) -> dict[str, Any]:
-    """`config.json` as written, so that the versions of transformers on both sides do not matter."""
+def read_model_config(model: str, revision: str | None) -> dict[str, Any]:
+    """`config.json` as written, so that the versions of transformers on both sides do not matter.
+
+    Raises:
+        EnvironmentFault: `E-ENV-06` neither a directory with one, nor a hub model that can be had.
+    """
     path = Path(model) / "config.json"
     if not path.is_file():
-        from huggingface_hub import hf_hub_download
-
-        path = Path(hf_hub_download(model, "config.json", revision=revision))
+        path = _from_hub(model, revision)
     config = json.loads(path.read_text())
     assert isinstance(config, dict)
     return config
+
+
+def _from_hub(model: str, revision: str | None) -> Path:
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(model, "config.json", revision=revision))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise EnvironmentFault(
+            f"cannot find the model {model}",
+            code="E-ENV-06",
+            why="it is no directory with a config.json, and the model hub does not have it or cannot be reached",
+            do="set base_model to a local directory or to a hub name that can be downloaded here",
+        ) from error
 
 
 def _stable(value: Any) -> Any:

@@ -7,6 +7,7 @@ import os
 import secrets
 from pathlib import Path
 
+import psutil
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 SERVER_FILE = "server.json"
@@ -23,6 +24,15 @@ class ServerFile(BaseModel):
     started: float
     instance_id: str
     token: str
+
+    def is_alive(self) -> bool:
+        """Whether that very process runs on this machine, and is not this one."""
+        try:
+            process = psutil.Process(self.pid)
+            is_same = process.create_time() == self.started and process.status() != psutil.STATUS_ZOMBIE
+        except psutil.Error:
+            return False
+        return is_same and self.pid != os.getpid()
 
 
 def new_token() -> str:

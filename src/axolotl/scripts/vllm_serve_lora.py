@@ -1,0 +1,193 @@
+"""`axolotl vllm-serve`: bind the port, answer `/health/`, load the engine, serve until told to stop.
+
+bind ─► server.json ─► uvicorn ─► (in the background) choose and load the engine ─► ready
+                          └─ SIGINT/SIGTERM ─► finish requests ─► close the engine ─► remove server.json
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+import socket
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import psutil
+import uvicorn
+
+from axolotl.errors import AxolotlError, EnvironmentFault
+from axolotl.scripts.serve_settings import choose_engine, engine_settings, max_adapters
+from axolotl.serving.app import ServerState, build_app
+from axolotl.serving.engines.protocol import Engine, EngineName, EngineSettings
+from axolotl.serving.ports import bind
+from axolotl.serving.server_file import ServerFile, new_token, read_server_file, remove_server_file, write_server_file
+from axolotl.utils.schemas.config import AxolotlConfig
+from axolotl.utils.schemas.hosts import ANY_ADDRESS, LOOPBACK, client_address
+from axolotl.utils.schemas.plan import sync_dir
+
+FAILED_LINGER_S = 5.0
+GRACEFUL_SHUTDOWN_S = 10
+LOAD_STOP_S = 10.0
+MAX_CONNECTIONS = 64
+
+
+def main(config: AxolotlConfig, base_dir: Path) -> None:
+    """Serve until SIGINT or SIGTERM.
+
+    Args:
+        config: resolved.
+        base_dir: the config's directory; a relative `base_model` is also looked for there.
+
+    Raises:
+        EnvironmentFault: the port is taken, another server uses the same `sync_dir`, or the engine does not start.
+        ConfigError: the model's own config contradicts ours.
+    """
+    assert config.vllm.port is not None, "resolve() fills vllm.port"
+    host = config.vllm.host or LOOPBACK
+    with bind(host, config.vllm.port) as listener:
+        url = f"http://{client_address(host)}:{listener.getsockname()[1]}"
+        directory = sync_dir(config).absolute()
+        state = ServerState(
+            instance_id=secrets.token_hex(8), token=new_token(), sync_dir=directory, max_held=max_adapters(config)
+        )
+        _publish(state, url)
+        try:
+            _announce(host, url, directory)
+            _Server(config, base_dir, state, listener).run()
+        finally:
+            remove_server_file(directory, state.instance_id)
+
+
+def _publish(state: ServerState, url: str) -> None:
+    """Write `server.json`, unless a server that lives has one in the same place."""
+    other = read_server_file(state.sync_dir)
+    if other is not None and other.is_alive():
+        raise EnvironmentFault(
+            f"another server uses {state.sync_dir}",
+            code="E-ENV-04",
+            why=f"pid {other.pid} serves {other.url} with it",
+            do="stop it, or give this server its own vllm.sync_dir",
+        )
+    started = psutil.Process().create_time()
+    write_server_file(
+        state.sync_dir,
+        ServerFile(url=url, pid=os.getpid(), started=started, instance_id=state.instance_id, token=state.token),
+    )
+
+
+def _announce(host: str, url: str, directory: Path) -> None:
+    _say(f"axolotl server on {url} (token and adapters in {directory})")
+    if host in ANY_ADDRESS:
+        print(
+            "WARNING vllm.host makes this server reachable from every network of this machine, without encryption.\n"
+            "        Whoever has the token can generate and load adapters; leave vllm.host out to stay on loopback.",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+@dataclass
+class _Server:
+    """One run of uvicorn with the engine loading behind it."""
+
+    config: AxolotlConfig
+    base_dir: Path
+    state: ServerState
+    listener: socket.socket
+    engine: Engine | None = None
+    problem: AxolotlError | None = None
+
+    def run(self) -> None:
+        """Returns after a clean stop, raises when the engine did not start."""
+        previous = {number: signal.signal(number, _ignore) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            asyncio.run(self._serve())
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+        if self.problem is not None:
+            raise self.problem
+
+    async def _serve(self) -> None:
+        server = uvicorn.Server(
+            uvicorn.Config(
+                build_app(self.state),
+                access_log=False,
+                limit_concurrency=MAX_CONNECTIONS,
+                lifespan="off",
+                log_level="warning",
+                timeout_graceful_shutdown=GRACEFUL_SHUTDOWN_S,
+                timeout_keep_alive=75,
+                ws="none",
+            )
+        )
+        loading = asyncio.create_task(self._load(server))
+        await server.serve(sockets=[self.listener])
+        loading.cancel()
+        _, unfinished = await asyncio.wait([loading], timeout=LOAD_STOP_S)
+        if self.engine is not None:
+            await self.engine.close()
+        if unfinished or (self.engine is None and self.problem is None):
+            # A model that is being read into memory cannot be interrupted, and a normal exit would wait for it.
+            remove_server_file(self.state.sync_dir, self.state.instance_id)
+            os._exit(0)
+
+    async def _load(self, server: uvicorn.Server) -> None:
+        """Bring the engine up; on failure leave the reason on `/health/` for a moment and stop."""
+        started = time.monotonic()
+        try:
+            name, settings = await self._choose()
+            self.state.loading(f"loading {Path(settings.model).name}")
+            self.engine = await create_engine(name, settings)
+        except Exception as error:
+            self.problem = start_failure(error)
+            self.state.failed(self.problem.why or self.problem.what)
+            await asyncio.sleep(FAILED_LINGER_S)
+            server.should_exit = True
+            return
+        self.state.ready(self.engine)
+        _say(f"ready after {time.monotonic() - started:.1f} s (instance {self.state.instance_id})")
+
+    async def _choose(self) -> tuple[EngineName, EngineSettings]:
+        self.state.loading("looking at the devices")
+        choice = await asyncio.to_thread(choose_engine, self.config)
+        settings = await asyncio.to_thread(engine_settings, self.config, choice, self.base_dir)
+        _say(f"engine: {choice.name} ({choice.reason}); {settings.model} in {settings.dtype} on {choice.device}")
+        return choice.name, settings
+
+
+async def create_engine(name: EngineName, settings: EngineSettings) -> Engine:
+    """The engine, loaded and ready. Each is imported only when it is the one."""
+    if name == "vllm":
+        from axolotl.serving.engines.vllm import VLLMEngine
+
+        return await VLLMEngine.create(settings)
+    from axolotl.serving.engines.transformers import TransformersEngine
+
+    return await TransformersEngine.create(settings)
+
+
+def start_failure(error: Exception) -> AxolotlError:
+    """One line for whatever kept the engine from starting."""
+    if isinstance(error, AxolotlError):
+        return error
+    lines = str(error).strip().splitlines()
+    return EnvironmentFault(
+        "the engine failed to start",
+        code="E-ENV-05",
+        why=f"{type(error).__name__}: {lines[0] if lines else 'no message'}",
+        do="correct what the line above names, and start the server again",
+    )
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _ignore(_: int, __: FrameType | None) -> None:
+    """uvicorn notes a signal itself while it serves, and raises it once more when it has stopped."""

@@ -1,0 +1,67 @@
+"""The listening socket, bound before anything slow happens, and who has the port when it is taken."""
+
+from __future__ import annotations
+
+import errno
+import socket
+
+import psutil
+
+from axolotl.errors import EnvironmentFault
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A TCP socket bound to `host:port`; port 0 picks a free one. It listens only once the server starts.
+
+    Raises:
+        EnvironmentFault: `E-ENV-02` the port is taken, naming the process where that can be seen; `E-ENV-03` the
+            address is not one of this machine, or the port is not allowed.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise port_taken(port) from error
+        raise EnvironmentFault(
+            f"cannot listen on {host} port {port}",
+            code="E-ENV-03",
+            why=error.strerror or str(error),
+            do="set vllm.host and vllm.port to an address of this machine and a port you may use",
+        ) from error
+    return listener
+
+
+def check_free(host: str, port: int) -> None:
+    """Raise as `bind` does when the port cannot be had."""
+    bind(host, port).close()
+
+
+def port_taken(port: int) -> EnvironmentFault:
+    owner = port_owner(port)
+    by = f" by {owner}" if owner else ""
+    return EnvironmentFault(
+        f"port {port} is in use{by}",
+        code="E-ENV-02",
+        do="stop that process, or set vllm.port to a free port",
+    )
+
+
+def port_owner(port: int) -> str | None:
+    """`pid 2231 (python -m ...)` of the process that listens on `port`; None when it cannot be seen."""
+    try:
+        connections = psutil.net_connections(kind="tcp")
+        for connection in connections:
+            if connection.laddr and connection.laddr.port == port and connection.pid is not None:
+                command = " ".join(psutil.Process(connection.pid).cmdline())
+                return f"pid {connection.pid} ({_shortened(command)})"
+    except psutil.Error:
+        return None
+    return None
+
+
+def _shortened(text: str, limit: int = 120) -> str:
+    return text if len(text) <= limit else f"{text[: limit - 1]}…"
