@@ -164,4 +164,4 @@ def test_shell_commands_exist(block: Any) -> None:
         elif words[0] == "make":
             assert all(word in targets for word in words[1:] if "=" not in word and not word.startswith('"')), line
         else:
-            assert words[0] in ("pip", "git", "cd", "python", "cp"), line
+            assert words[0] in ("pip", "git", "cd", "python", ".venv/bin/python", ".venv/bin/pre-commit"), line
