@@ -46,6 +46,7 @@ def _from_pretrained(config: AxolotlConfig) -> PreTrainedTokenizerBase:
     if looks_like_path(source) and not local.exists():
         raise ConfigError(
             f"{key}: there is no directory {source}",
+            code="E-CFG-11",
             why=f"looked for {local.absolute()}",
             do=f"set {key} to a model directory or a hub name such as Qwen/Qwen2.5-1.5B-Instruct",
         )
@@ -63,6 +64,7 @@ def _load_directory(directory: Path, key: str, arguments: dict[str, Any]) -> Pre
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
             f"{key}: {directory} holds no tokenizer that can be loaded",
+            code="E-CFG-11",
             why=_short(error),
             do="save the tokenizer there (tokenizer.json, tokenizer_config.json), or set tokenizer_config",
         ) from error
@@ -86,6 +88,7 @@ def _load_from_hub(name: str, key: str, arguments: dict[str, Any]) -> PreTrained
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
             f"{key}: no tokenizer could be loaded from {name} on the hub",
+            code="E-CFG-11",
             why=_short(error),
             do="check the name; a private or gated model needs `hf auth login` or HF_TOKEN",
         ) from error

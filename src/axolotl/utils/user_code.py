@@ -7,21 +7,27 @@ import traceback
 from pathlib import Path
 
 _OUR_PACKAGE = str(Path(__file__).resolve().parents[1])
-_LIBRARIES = tuple(
-    {str(Path(sysconfig.get_path(name)).resolve()) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-)
+
+
+def _directories(*names: str) -> tuple[str, ...]:
+    return tuple({str(Path(sysconfig.get_path(name)).resolve()) for name in names})
+
+
+_INSTALLED = _directories("purelib", "platlib")
+_PYTHON = _directories("stdlib", "platstdlib")
 
 
 def user_frames(error: BaseException) -> tuple[traceback.FrameSummary, ...]:
     """The frames of `error` in files that belong to neither Python, an installed package nor this program, outermost
-    first. When the user's code is itself an installed package: every frame below the last one of ours."""
+    first. Where there are none, because the user's code is itself an installed package: every frame in an installed
+    package below the last one of ours."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not _is_library(frame.filename)]
-    if own:
-        return tuple(own)
-    last_of_ours = max((i for i, frame in enumerate(frames) if _is_ours(frame.filename)), default=-1)
-    below = frames[last_of_ours + 1 :]
-    return tuple(frame for frame in below if not frame.filename.startswith("<frozen"))
+    places = [_place_of(frame.filename) for frame in frames]
+    own = tuple(frame for frame, place in zip(frames, places, strict=True) if place == "user")
+    if own or "ours" not in places:
+        return own
+    below = len(places) - places[::-1].index("ours")
+    return tuple(frame for frame, place in list(zip(frames, places, strict=True))[below:] if place == "installed")
 
 
 def error_place(error: BaseException) -> str:
@@ -45,12 +51,13 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def _is_ours(filename: str) -> bool:
-    return filename.startswith(_OUR_PACKAGE)
-
-
-def _is_library(filename: str) -> bool:
+def _place_of(filename: str) -> str:
+    """`user`, `ours`, `installed` (site-packages) or `python` (the standard library)."""
     if filename.startswith("<frozen"):
-        return True
+        return "python"
     path = str(Path(filename).resolve())
-    return _is_ours(path) or path.startswith(_LIBRARIES)
+    if path.startswith(_OUR_PACKAGE):
+        return "ours"
+    if path.startswith(_INSTALLED):
+        return "installed"
+    return "python" if path.startswith(_PYTHON) else "user"

@@ -36,6 +36,11 @@ def import_rewards(paths: Sequence[str], base_dir: Path) -> tuple[RewardFunction
     return tuple(functions)
 
 
+def reward_notes(functions: Sequence[RewardFunction]) -> tuple[str, ...]:
+    """One line a function for the start of a run: its metric name and the file it came from."""
+    return tuple(f"reward {function.name}: {function.path} from {function.file}" for function in functions)
+
+
 def distinct_names(paths: Sequence[str]) -> tuple[str, ...]:
     """Metric names: the last part of each path, the whole path where two end alike, numbered where a path is repeated.
 
