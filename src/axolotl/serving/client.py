@@ -101,11 +101,14 @@ class ServerClient:
     def close(self) -> None:
         self._http.close()
 
-    def wait_ready(self, on_wait: Callable[[str], None] | None = None) -> ServerInfo:
+    def wait_ready(
+        self, on_wait: Callable[[str], None] | None = None, *, check: Callable[[], None] = lambda: None
+    ) -> ServerInfo:
         """Return once the server can generate.
 
         Args:
             on_wait: called with one line when waiting begins and every 30 s.
+            check: called after every unsuccessful poll; what it raises ends the wait.
 
         Raises:
             ServerError: `E-SRV-01` nobody answers, or the server is still loading at the deadline; `E-SRV-02`
@@ -117,6 +120,7 @@ class ServerClient:
         next_report = started
         interval = FIRST_POLL_INTERVAL_S
         while (problem := self._poll()) is not None:
+            check()
             now = self._clock()
             if now >= deadline:
                 raise self._not_ready(problem)
