@@ -1,4 +1,7 @@
-"""Which device and which number format, decided once from what the machine has. Lazy torch: `auto` needs it, names do not."""
+"""Which device and which number format, decided once from what the machine has.
+
+Torch is imported only where `auto` needs it.
+"""
 
 from __future__ import annotations
 

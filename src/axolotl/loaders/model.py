@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,10 +33,13 @@ def load_model(
     if quantization is not None:
         kwargs["quantization_config"] = quantization
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(config.base_model, **kwargs)
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(_source(config), **kwargs)
     except ImportError as error:
         raise EnvironmentFault(
-            f"{config.base_model} needs a package that is not installed", code="E-ENV-03", why=str(error).splitlines()[0]
+            f"{config.base_model} needs a package that is not installed",
+            code="E-ENV-03",
+            why=str(error).strip().splitlines()[0],
+            do="install it, or change attn_implementation / load_in_4bit / load_in_8bit",
         ) from error
     except (OSError, ValueError) as error:
         raise ConfigError(
@@ -44,9 +48,16 @@ def load_model(
             why=str(error).strip().splitlines()[0],
             do="give a directory with config.json and safetensors weights, or a model id that this machine can reach",
         ) from error
-    if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
+    embeddings = model.get_input_embeddings()
+    assert isinstance(embeddings, torch.nn.Embedding)
+    if len(tokenizer) > embeddings.num_embeddings:
         model.resize_token_embeddings(len(tokenizer))
     return model
+
+
+def _source(config: AxolotlConfig) -> str:
+    local = Path(config.base_model).expanduser()
+    return str(local) if local.is_dir() else config.base_model
 
 
 def attention(config: AxolotlConfig, device: str) -> str:
@@ -83,12 +94,12 @@ def lora_config(config: AxolotlConfig) -> LoraConfig | None:
 
 def _quantization(config: AxolotlConfig, precision: Precision) -> BitsAndBytesConfig | None:
     if config.load_in_4bit or config.adapter == "qlora":
-        return BitsAndBytesConfig(
+        return BitsAndBytesConfig(  # type: ignore[no-untyped-call]
             load_in_4bit=True,
             bnb_4bit_quant_type="nf4",
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=precision.autocast or torch.float32,
         )
     if config.load_in_8bit:
-        return BitsAndBytesConfig(load_in_8bit=True)
+        return BitsAndBytesConfig(load_in_8bit=True)  # type: ignore[no-untyped-call]
     return None

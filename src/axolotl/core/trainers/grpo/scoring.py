@@ -35,9 +35,7 @@ class Scorer:
     trainer_state: Callable[[], Any]
 
     def score(self, batch: RolloutBatch) -> ScoredBatch:
-        ids = [
-            row[mask.bool()].tolist() for row, mask in zip(batch.completion_ids, batch.completion_mask, strict=True)
-        ]
+        ids = [row[mask.bool()].tolist() for row, mask in zip(batch.completion_ids, batch.completion_mask, strict=True)]
         texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
         rows = [row for row in batch.rows for _ in range(batch.group_size)]
         prompts: list[Prompt] = [row.prompt for row in rows]

@@ -13,9 +13,10 @@ from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
+from peft import PeftModel
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
-from trl import GRPOTrainer
+from trl import GRPOTrainer  # type: ignore[attr-defined]
 
 from axolotl.core.trainers.grpo.algo.importance import Importance, ImportanceSpec, importance_weights
 from axolotl.core.trainers.grpo.algo.shares import TOKEN_TOTAL_LOSSES
@@ -33,20 +34,30 @@ Forward = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 _TICKET = "ticket"
 
 
-class AxolotlGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
+class AxolotlGRPOTrainer(GRPOTrainer):
     """GRPO on TRL's losses and our pipeline.
 
     Call `attach` once after construction: the pipeline needs parts that exist only then (accelerator, state).
-    `importance`: None when sampler and trainer need no correction.
     """
 
     def attach(
-        self, pipeline: RolloutPipeline, sampler: GroupSampler, *, importance: ImportanceSpec | None
+        self,
+        pipeline: RolloutPipeline,
+        sampler: GroupSampler,
+        *,
+        importance: ImportanceSpec | None,
+        evaluation: tuple[Sequence[PromptRow], SyncProducer] | None = None,
     ) -> None:
+        """Give the trainer its parts.
+
+        Args:
+            importance: None when sampler and trainer need no correction.
+            evaluation: held-out prompts and what generates for them.
+        """
         self.pipeline = pipeline
         self.sampler = sampler
         self.importance = importance
-        self.evaluation: tuple[Sequence[PromptRow], SyncProducer] | None = None
+        self.evaluation = evaluation
         # TRL was built without vLLM, since generation is ours; its loss reads these two when it applies our ratios.
         self.use_vllm = importance is not None
         self.vllm_importance_sampling_correction = importance is not None
@@ -95,10 +106,10 @@ class AxolotlGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         if self.beta != 0.0:
             inputs["ref_per_token_logps"] = self._reference_logps(inputs)
         # TRL divides by the accumulation steps; 1/share makes that a multiplication with the share.
-        self.current_gradient_accumulation_steps = 1.0 / micro_batch.share
+        self.current_gradient_accumulation_steps = 1.0 / micro_batch.share  # type: ignore[assignment]
         if self.loss_type in TOKEN_TOTAL_LOSSES:
             inputs["num_items_in_batch"] = inputs["num_items_in_batch"] * micro_batch.share
-        return cast(torch.Tensor, self.compute_loss(model, inputs))
+        return self.compute_loss(model, inputs)
 
     def compute_loss(
         self, model: torch.nn.Module, inputs: Inputs, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -139,9 +150,9 @@ class AxolotlGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     def _reference_logps(self, inputs: Inputs) -> torch.Tensor:
         """Log-probs of the reference policy: TRL's reference model, or the model without its adapter."""
         if self.ref_model is not None:
-            return self._run_forward(self.ref_model, inputs)[0]
-        with self.policy().disable_adapter():
-            return self._run_forward(self.model, inputs)[0]
+            return self._run_forward(cast(torch.nn.Module, self.ref_model), inputs)[0]
+        with cast(PeftModel, self.policy()).disable_adapter():
+            return self._run_forward(cast(torch.nn.Module, self.model), inputs)[0]
 
     # -- evaluation ---------------------------------------------------------------------------------------------
 
@@ -175,13 +186,14 @@ class AxolotlGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     def _record_completions(self, step: StepBatch) -> None:
         """Rows of TRL's completions table, which `log` prints and saves when `log_completions` is on."""
         scored = step.scored
-        self._logs["prompt"].extend(scored.prompts)
-        self._logs["completion"].extend(scored.completions)
+        logs = cast(dict[str, Any], self._logs)
+        logs["prompt"].extend(scored.prompts)
+        logs["completion"].extend(scored.completions)
         for index, name in enumerate(self.pipeline.scorer.rewards.names):
-            self._logs["rewards"][name].extend(scored.result.values[:, index].tolist())
-        self._logs["advantages"].extend(scored.advantages.values.tolist())
+            logs["rewards"][name].extend(scored.result.values[:, index].tolist())
+        logs["advantages"].extend(scored.advantages.values.tolist())
         for column, values in scored.result.extra.items():
-            self._logs["extra"][column].extend(values)
+            logs["extra"][column].extend(values)
 
     def _remember(self, result: Importance, gaps: torch.Tensor) -> None:
         known = result.known.bool()
@@ -199,7 +211,7 @@ class AxolotlGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
 
     def policy(self) -> PreTrainedModel:
         """The model that is trained, without the wrappers of accelerate."""
-        return cast(PreTrainedModel, self.accelerator.unwrap_model(self.model))
+        return cast(PreTrainedModel, self.accelerator.unwrap_model(cast(torch.nn.Module, self.model)))
 
 
 def _tickets(count: int) -> DataLoader[Ticket]:

@@ -47,7 +47,7 @@ class TransformersBackend:
     ) -> list[CompletionGroup]:
         model = self._policy()
         was_training = model.training
-        model.eval()
+        model.train(False)
         try:
             groups: list[CompletionGroup] = []
             for start in range(0, len(rows), self._prompts_per_batch):

@@ -31,9 +31,7 @@ class SyncProducer:
 
     def roll_out(self, rows: Sequence[PromptRow], *, epoch: int) -> RolloutBatch:
         """Completions of the rows given; evaluation calls it with rows of its own and epoch -1."""
-        seeds = [
-            [completion_seed(self.run_seed, epoch, row.index, i) for i in range(self.sampling.n)] for row in rows
-        ]
+        seeds = [[completion_seed(self.run_seed, epoch, row.index, i) for i in range(self.sampling.n)] for row in rows]
         groups = self.backend.generate(rows, seeds, self.sampling)
         return collate(groups, pad_token_id=self.pad_token_id, eos_token_id=self.eos_token_id)
 

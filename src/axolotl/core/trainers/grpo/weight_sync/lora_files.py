@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from peft import PeftModel, get_peft_model_state_dict
+from peft import LoraConfig, PeftModel, get_peft_model_state_dict
 from safetensors.torch import save_file
 
 from axolotl.errors import StorageError, SyncError
@@ -70,6 +70,7 @@ class LoraFiles:
             staged.mkdir(parents=True)
             save_file(tensors, staged / "adapter_model.safetensors", metadata={"format": "pt"})
             config = model.peft_config[_ADAPTER]
+            assert isinstance(config, LoraConfig)
             was_inference, config.inference_mode = config.inference_mode, True
             try:
                 config.save_pretrained(str(staged))

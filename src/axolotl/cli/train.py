@@ -1,0 +1,239 @@
+"""`axolotl train`: the order of a run, from a checked config to a saved policy. Torch is imported inside `run`."""
+
+from __future__ import annotations
+
+import os
+import sys
+import uuid
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from axolotl.cli.config import LoadedConfig, dump_config
+from axolotl.errors import ConfigError, Interrupted, ServerError
+from axolotl.serving.client import ServerClient
+from axolotl.utils.schemas.config import AxolotlConfig
+from axolotl.utils.schemas.plan import server_url, sync_dir, uses_server
+
+if TYPE_CHECKING:
+    from axolotl.core.run.output_dir import OutputDir
+    from axolotl.core.trainers.grpo.assembly import Parts, ServerLink
+    from axolotl.core.trainers.grpo.trainer import AxolotlGRPOTrainer
+    from axolotl.serving.supervisor import ManagedServer
+
+
+@dataclass(frozen=True)
+class TrainFlags:
+    """resume: True for the newest checkpoint, or the path of one. overwrite: delete what an earlier run wrote."""
+
+    resume: bool | str = False
+    overwrite: bool = False
+
+
+def run(loaded: LoadedConfig, flags: TrainFlags) -> None:
+    """Train as the config says.
+
+    Raises:
+        AxolotlError: of the kind that names who has to act; what was achieved until then is on disk.
+    """
+    _prepare_environment(loaded.config)
+    from axolotl.core.run.output_dir import RESOLVED_CONFIG, OutputDir
+    from axolotl.core.run.signals import exit_on_sigterm
+
+    config, resume = loaded.config, _resume_wanted(loaded.config, flags)
+    output = OutputDir.open(Path(config.output_dir), overwrite=flags.overwrite, resume=bool(resume))
+    checkpoint = _find_checkpoint(config, resume)
+    resolved = output.file(RESOLVED_CONFIG)
+    resolved.write_text(dump_config(config))
+    with ExitStack() as stack:
+        stack.enter_context(exit_on_sigterm())
+        # The server loads while the data is prepared here.
+        server = _start_managed_server(loaded, output, stack)
+        parts = _prepare(loaded, server, stack)
+        trainer = _build(parts, output)
+        _train(trainer, output, checkpoint)
+        _finish(trainer, output, config)
+
+
+def _prepare_environment(config: AxolotlConfig) -> None:
+    """What libraries read from the environment, set before they are imported."""
+    # No call home that the user did not configure.
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from axolotl.core.trainers.grpo.args import reporter_environment
+
+    os.environ.update(reporter_environment(config))
+
+
+def _resume_wanted(config: AxolotlConfig, flags: TrainFlags) -> bool | str:
+    if flags.resume and flags.overwrite:
+        raise ConfigError(
+            "--resume and --overwrite contradict each other",
+            why="one goes on with what an earlier run wrote, the other deletes it",
+            do="give one of them",
+        )
+    if flags.resume:
+        return flags.resume
+    return config.auto_resume_from_checkpoints and _newest_checkpoint(config) is not None
+
+
+def _newest_checkpoint(config: AxolotlConfig) -> str | None:
+    if not Path(config.output_dir).is_dir():
+        return None
+    from transformers.trainer_utils import get_last_checkpoint
+
+    return cast("str | None", get_last_checkpoint(config.output_dir))  # type: ignore[no-untyped-call]
+
+
+def _find_checkpoint(config: AxolotlConfig, resume: bool | str) -> str | None:
+    if isinstance(resume, str):
+        if not (Path(resume) / "trainer_state.json").is_file():
+            raise ConfigError(
+                f"--resume {resume}: this is no checkpoint",
+                why="it holds no trainer_state.json",
+                do="give a directory checkpoint-N of an earlier run",
+            )
+        return resume
+    if not resume:
+        return None
+    checkpoint = _newest_checkpoint(config)
+    if checkpoint is None:
+        raise ConfigError(
+            f"--resume: there is no checkpoint in {config.output_dir}",
+            why="no directory checkpoint-N is there",
+            do="leave out --resume to start from the beginning",
+        )
+    _say(f"resuming from {checkpoint}")
+    return checkpoint
+
+
+def _start_managed_server(loaded: LoadedConfig, output: OutputDir, stack: ExitStack) -> ManagedServer | None:
+    config = loaded.config
+    if not (uses_server(config) and config.vllm.managed):
+        return None
+    from axolotl.core.run.output_dir import RESOLVED_CONFIG, SERVER_LOG
+    from axolotl.serving.supervisor import ManagedServer, serve_command
+
+    log = output.file(SERVER_LOG)
+    _say(f"starting the generation server at {server_url(config)} (log: {log})")
+    return stack.enter_context(
+        ManagedServer(
+            serve_command(output.path / RESOLVED_CONFIG),
+            url=server_url(config),
+            sync_dir=sync_dir(config),
+            log_path=log,
+        )
+    )
+
+
+def _prepare(loaded: LoadedConfig, server: ManagedServer | None, stack: ExitStack) -> Parts:
+    """Everything that can fail for a reason of the user's, cheapest first: data, rewards, server; the model last."""
+    from axolotl.core.trainers.grpo.assembly import Parts, build_sampler
+    from axolotl.core.trainers.grpo.rewards.inline import InlineRewards
+    from axolotl.core.trainers.grpo.rewards.loading import check_columns, load_rewards
+    from axolotl.data.prompts import prepare_prompts
+    from axolotl.loaders.device import pick_device
+    from axolotl.loaders.precision import resolve_precision
+    from axolotl.loaders.tokenizer import load_tokenizer, tokenizer_notes
+
+    config, base_dir = loaded.config, loaded.path.resolve().parent
+    functions = load_rewards(config, base_dir)
+    tokenizer = load_tokenizer(config, base_dir)
+    prompts = prepare_prompts(config, tokenizer, base_dir)
+    check_columns(functions, prompts.train.columns)
+    sampler = build_sampler(config, len(prompts.train))
+    for note in (*tokenizer_notes(config, tokenizer), *prompts.notes):
+        _say(note)
+    if sampler.left_out:
+        _say(f"{sampler.left_out} of {sampler.num_prompts} prompts do not fill a step; each epoch leaves out others")
+    link = _connect(config, server, stack) if uses_server(config) else None
+    device = _one_device(pick_device())
+    precision = resolve_precision(config, device)
+    if precision.note:
+        _say(precision.note)
+    return Parts(config, tokenizer, prompts, InlineRewards(functions), device, precision, link)
+
+
+def _one_device(device: str) -> str:
+    """The device to train on; with several visible, the first, so that nothing wraps the model in DataParallel."""
+    import torch
+
+    if device == "cuda" and torch.cuda.device_count() > 1:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible[0]
+        _say(f"{torch.cuda.device_count()} GPUs are visible; training on GPU {visible[0]} only")
+    return device
+
+
+def _connect(config: AxolotlConfig, server: ManagedServer | None, stack: ExitStack) -> ServerLink:
+    """Wait for the server, check that it serves our base model, and claim it for this run."""
+    from axolotl.core.trainers.grpo.assembly import ServerLink
+    from axolotl.serving.fingerprint import fingerprint
+
+    timeout = float(config.trl.vllm_server_timeout or 300)
+    client = stack.enter_context(ServerClient(server_url(config), sync_dir(config), timeout))
+    info = server.wait_ready(client, _say) if server is not None else client.wait_ready(_say)
+    run_id = f"run-{uuid.uuid4().hex[:12]}"
+    ours = fingerprint(config.base_model, config.revision_of_model, bool(config.trust_remote_code))
+    client.claim(run_id, ours)
+    stack.callback(client.release)
+    _check_rank(config, info.max_lora_rank)
+    _say(f"generating with the {info.engine} engine at {client.url} ({info.dtype}, instance {info.instance_id})")
+    return ServerLink(client, sync_dir(config) / "adapters" / run_id)
+
+
+def _check_rank(config: AxolotlConfig, limit: int | None) -> None:
+    if limit is not None and config.lora_r > limit:
+        raise ServerError(
+            f"lora_r {config.lora_r} is larger than the server's adapters may be ({limit})",
+            code="E-SYN-03",
+            why="the server was started with another config",
+            do="restart axolotl vllm-serve with this config",
+        )
+
+
+def _build(parts: Parts, output: OutputDir) -> AxolotlGRPOTrainer:
+    from axolotl.core.builders.rl import HFRLTrainerBuilder
+    from axolotl.core.run.bookkeeping import NoteWrittenFiles
+    from axolotl.core.run.metrics_file import MetricsFile
+    from axolotl.core.run.progress import Progress
+
+    trainer = HFRLTrainerBuilder(parts).build()
+    for callback in (MetricsFile(output.file("metrics.jsonl")), Progress(), NoteWrittenFiles(output)):
+        trainer.add_callback(callback)
+    return trainer
+
+
+def _train(trainer: AxolotlGRPOTrainer, output: OutputDir, checkpoint: str | None) -> None:
+    from axolotl.core.run.signals import StopAtBoundary, StopRequest
+
+    stop = StopRequest()
+    trainer.add_callback(StopAtBoundary(stop))
+    with stop.listening():
+        trainer.train(resume_from_checkpoint=checkpoint)
+    if stop.received is not None:
+        step = trainer.state.global_step
+        raise Interrupted(
+            f"stopped by a signal after step {step} of {trainer.state.max_steps}",
+            signal_number=stop.received,
+            saved=f"{output.path / f'checkpoint-{step}'}",
+            do="run the same command with --resume to go on",
+        )
+
+
+def _finish(trainer: AxolotlGRPOTrainer, output: OutputDir, config: AxolotlConfig) -> None:
+    with output.saving():
+        trainer.save_model(str(output.path))
+    if uses_server(config) and not config.vllm.managed:
+        # Whoever asks the server after the run gets the policy that was saved.
+        trainer.pipeline.push_final(trainer.state.global_step)
+    trainer.pipeline.close()
+    what = "adapter" if config.adapter else "model"
+    _say(
+        f"done: {trainer.state.global_step} steps; {what} in {output.path}, metrics in {output.path / 'metrics.jsonl'}"
+    )
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

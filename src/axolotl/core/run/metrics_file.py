@@ -1,0 +1,45 @@
+"""`metrics.jsonl`: one JSON object a log line, under TRL's names, whatever else metrics are reported to."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+
+class MetricsFile(TrainerCallback):
+    """Appends to the file. A value that is not finite is written as null: the file stays JSON."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        """A resumed run takes back the lines of steps that its checkpoint does not hold."""
+        if not self._path.exists():
+            return
+        lines = [line for line in self._path.read_text().splitlines() if line]
+        kept = [line for line in lines if json.loads(line)["step"] <= state.global_step]
+        self._path.write_text("".join(f"{line}\n" for line in kept))
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: object,
+    ) -> None:
+        if not state.is_world_process_zero:
+            return
+        entry = {"step": state.global_step, **{name: _finite(value) for name, value in (logs or {}).items()}}
+        with self._path.open("a") as file:
+            file.write(json.dumps(entry) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

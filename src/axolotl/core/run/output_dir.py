@@ -1,0 +1,110 @@
+"""The directory of a run: what we wrote in it, and what may be deleted to start again.
+
+Everything the program writes is noted in `.axolotl/written.json`. `--overwrite` deletes what is noted there and
+nothing else: a user's own files in the directory stay.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from axolotl.errors import ConfigError, EnvironmentFault
+
+_NOTES = Path(".axolotl") / "written.json"
+LAST_ERROR = "last_error.json"
+RESOLVED_CONFIG = "config.resolved.yaml"
+SERVER_LOG = "server.log"
+
+# What a run leaves that ended before its first step: nothing that starting over could lose.
+_DISPOSABLE = frozenset({LAST_ERROR, RESOLVED_CONFIG, SERVER_LOG})
+
+
+class OutputDir:
+    """An output directory that remembers what it was given. Make one with `open`."""
+
+    def __init__(self, path: Path, written: set[str]) -> None:
+        self.path = path
+        self._written = written
+
+    @classmethod
+    def open(cls, path: Path, *, overwrite: bool = False, resume: bool = False) -> OutputDir:
+        """Create or enter the directory.
+
+        Raises:
+            ConfigError: it holds something and neither flag is given.
+            EnvironmentFault: it cannot be made or written to.
+        """
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            output = cls(path, _read_notes(path))
+            if overwrite and not resume:
+                output._delete_written()
+            elif not resume and output._has_results():
+                raise ConfigError(
+                    f"output_dir {path} is not empty",
+                    code="E-CFG-30",
+                    why="a run that starts over would mix with what is there",
+                    do="add --resume to go on, --overwrite to delete what an earlier run wrote, or set output_dir",
+                )
+            output.note(path / LAST_ERROR)
+        except OSError as error:
+            raise EnvironmentFault(
+                f"output_dir {path} cannot be used", code="E-ENV-04", why=error.strerror or str(error)
+            ) from error
+        return output
+
+    def file(self, name: str) -> Path:
+        """The path of a file that the caller is about to write."""
+        self.note(self.path / name)
+        return self.path / name
+
+    def note(self, *paths: Path) -> None:
+        """Remember files, or all files below directories, as ours."""
+        for path in paths:
+            files = [item for item in path.rglob("*") if not item.is_dir()] if path.is_dir() else [path]
+            self._written.update(str(item.relative_to(self.path)) for item in files)
+        self._save_notes()
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Remember the files that appear directly in the directory while the block runs."""
+        before = {item for item in self.path.iterdir() if item.is_file()}
+        yield
+        self.note(*({item for item in self.path.iterdir() if item.is_file()} - before))
+
+    def _has_results(self) -> bool:
+        return any(item.name not in _DISPOSABLE | {_NOTES.parent.name} for item in self.path.iterdir())
+
+    def _delete_written(self) -> None:
+        parents: set[Path] = set()
+        for name in self._written:
+            item = self.path / name
+            item.unlink(missing_ok=True)
+            parents.update(parent for parent in item.parents if parent.is_relative_to(self.path))
+        for directory in sorted(parents - {self.path}, key=lambda item: len(item.parts), reverse=True):
+            if directory.is_dir() and not any(directory.iterdir()):
+                directory.rmdir()
+        self._written.clear()
+
+    def _save_notes(self) -> None:
+        notes = self.path / _NOTES
+        notes.parent.mkdir(exist_ok=True)
+        temporary = notes.with_suffix(".tmp")
+        temporary.write_text(json.dumps(sorted(self._written), indent=0))
+        temporary.replace(notes)
+
+
+def _read_notes(path: Path) -> set[str]:
+    """The noted files; names that lead out of the directory are not ours, whoever wrote them."""
+    notes = path / _NOTES
+    if not notes.exists():
+        return set()
+    try:
+        names = json.loads(notes.read_text())
+    except ValueError:
+        return set()
+    root = path.resolve()
+    return {str(name) for name in names if (path / str(name)).resolve().is_relative_to(root)}

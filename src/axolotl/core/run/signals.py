@@ -1,0 +1,63 @@
+"""Ctrl-C and SIGTERM: stop at the next step boundary and save; a second Ctrl-C leaves at once."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from axolotl.errors import Interrupted
+
+
+@dataclass
+class StopRequest:
+    """received: the number of the signal that asked the run to stop, None while nobody has."""
+
+    received: int | None = None
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Take SIGINT and SIGTERM while the block runs; the handlers before it come back afterwards."""
+        previous = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.received is not None and number == signal.SIGINT:
+            raise Interrupted("interrupted twice: left without saving", signal_number=number)
+        self.received = number
+
+
+class StopAtBoundary(TrainerCallback):
+    """Turns a stop request into transformers' own save and stop at the end of an optimizer step."""
+
+    def __init__(self, request: StopRequest) -> None:
+        self._request = request
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        if self._request.received is not None:
+            control.should_save = True
+            control.should_training_stop = True
+
+
+@contextmanager
+def exit_on_sigterm() -> Iterator[None]:
+    """Before training begins there is nothing to save: SIGTERM unwinds the program so that what it started is ended."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise Interrupted("stopped before training began", signal_number=number)
+
+    previous = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)

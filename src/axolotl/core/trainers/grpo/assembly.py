@@ -1,0 +1,193 @@
+"""The composition root of a GRPO run: the only place that picks concrete parts and joins them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from peft import PeftModel
+from transformers import PreTrainedTokenizerBase, PrinterCallback
+from trl import GRPOConfig  # type: ignore[attr-defined]
+
+from axolotl.core.trainers.grpo.algo.advantages import AdvantageSpec
+from axolotl.core.trainers.grpo.algo.importance import ImportanceSpec
+from axolotl.core.trainers.grpo.args import grpo_arguments
+from axolotl.core.trainers.grpo.generation.server import ServerBackend
+from axolotl.core.trainers.grpo.generation.transformers import TransformersBackend
+from axolotl.core.trainers.grpo.pipeline import RolloutPipeline
+from axolotl.core.trainers.grpo.protocols import GenerationBackend, RewardRunner, WeightSync
+from axolotl.core.trainers.grpo.rollout.producer import SyncProducer
+from axolotl.core.trainers.grpo.sampler import GroupSampler
+from axolotl.core.trainers.grpo.scoring import Scorer
+from axolotl.core.trainers.grpo.trainer import AxolotlGRPOTrainer
+from axolotl.core.trainers.grpo.weight_sync.in_process import InProcessSync
+from axolotl.core.trainers.grpo.weight_sync.lora_files import LoraFiles
+from axolotl.data.prompts import PromptData
+from axolotl.loaders.model import load_model, lora_config
+from axolotl.loaders.precision import Precision
+from axolotl.serving.client import ServerClient
+from axolotl.serving.wire import Sampling
+from axolotl.utils.schemas.config import AxolotlConfig
+from axolotl.utils.schemas.plan import batch_plan
+
+
+@dataclass(frozen=True)
+class ServerLink:
+    """The server that this run has claimed. directory: this run's place for adapter versions."""
+
+    client: ServerClient
+    directory: Path
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a GRPO trainer is made of. server: None when the policy generates in process."""
+
+    config: AxolotlConfig
+    tokenizer: PreTrainedTokenizerBase
+    prompts: PromptData
+    rewards: RewardRunner
+    device: str
+    precision: Precision
+    server: ServerLink | None
+
+
+def build_sampler(config: AxolotlConfig, num_prompts: int) -> GroupSampler:
+    """Raises `DataError` when the data set does not fill one step."""
+    return GroupSampler(num_prompts, batch_plan(config).prompts_per_step, seed=config.seed)
+
+
+def assemble(parts: Parts) -> AxolotlGRPOTrainer:
+    """A trainer that is ready to train."""
+    config = parts.config
+    sampler = build_sampler(config, len(parts.prompts.train))
+    model = load_model(config, parts.tokenizer, parts.precision, parts.device)
+    trainer = AxolotlGRPOTrainer(
+        model=model,
+        reward_funcs=[_named(name) for name in parts.rewards.names],
+        args=_arguments(parts, sampler),
+        train_dataset=parts.prompts.train.dataset,
+        eval_dataset=parts.prompts.evaluation.dataset if parts.prompts.evaluation else None,
+        processing_class=parts.tokenizer,
+        peft_config=lora_config(config),
+    )
+    trainer.remove_callback(PrinterCallback)
+    sync = _weight_sync(parts, trainer)
+    producer = _producer(parts, trainer, sync, sampler)
+    trainer.attach(
+        _pipeline(parts, trainer, sync, producer),
+        sampler,
+        importance=importance_spec(config),
+        evaluation=(parts.prompts.evaluation, producer) if parts.prompts.evaluation else None,
+    )
+    return trainer
+
+
+def sampling(config: AxolotlConfig) -> Sampling:
+    """How completions are drawn, in the words of the protocol."""
+    trl = config.trl
+    assert trl.max_completion_length is not None and trl.num_generations is not None
+    return Sampling(
+        n=trl.num_generations,
+        max_tokens=trl.max_completion_length,
+        temperature=cast(float, trl.temperature),
+        top_p=cast(float, trl.top_p),
+        top_k=cast(int, trl.top_k),
+        min_p=trl.min_p or 0.0,
+        repetition_penalty=cast(float, trl.repetition_penalty),
+        structured_regex=trl.vllm_guided_decoding_regex,
+        extra=trl.generation_kwargs or {},
+    )
+
+
+def importance_spec(config: AxolotlConfig) -> ImportanceSpec | None:
+    """None where nothing needs correcting: the policy samples by itself, or the user switched the correction off."""
+    trl = config.trl
+    if not (trl.use_vllm and trl.vllm_importance_sampling_correction):
+        return None
+    assert trl.vllm_importance_sampling_mode is not None
+    return ImportanceSpec(
+        mode=trl.vllm_importance_sampling_mode,
+        cap=trl.vllm_importance_sampling_clip_max,
+        floor=trl.vllm_importance_sampling_clip_min,
+    )
+
+
+def advantage_spec(config: AxolotlConfig, num_functions: int) -> AdvantageSpec:
+    trl = config.trl
+    assert trl.multi_objective_aggregation is not None and trl.num_generations is not None
+    return AdvantageSpec(
+        group_size=trl.num_generations,
+        weights=tuple(trl.reward_weights or [1.0] * num_functions),
+        aggregation=trl.multi_objective_aggregation,
+        scale=trl.scale_rewards,
+    )
+
+
+def _arguments(parts: Parts, sampler: GroupSampler) -> GRPOConfig:
+    autocast = parts.precision.autocast
+    kwargs = grpo_arguments(
+        parts.config,
+        device=parts.device,
+        steps_per_epoch=sampler.steps_per_epoch,
+        autocast=None if autocast is None else str(autocast).removeprefix("torch."),
+    )
+    return GRPOConfig(**kwargs)
+
+
+def _weight_sync(parts: Parts, trainer: AxolotlGRPOTrainer) -> WeightSync:
+    if parts.server is None:
+        return InProcessSync()
+    return LoraFiles(lambda: cast(PeftModel, trainer.policy()), parts.server.client, parts.server.directory)
+
+
+def _producer(parts: Parts, trainer: AxolotlGRPOTrainer, sync: WeightSync, sampler: GroupSampler) -> SyncProducer:
+    pad, eos = parts.tokenizer.pad_token_id, parts.tokenizer.eos_token_id
+    backend: GenerationBackend
+    if parts.server is None:
+        backend = TransformersBackend(
+            trainer.policy,
+            sync,
+            eos_token_ids=trainer.eos_token_ids,
+            pad_token_id=pad,
+        )
+    else:
+        backend = ServerBackend(parts.server.client, sync)
+    return SyncProducer(
+        rows=parts.prompts.train,
+        sampler=sampler,
+        backend=backend,
+        sampling=sampling(parts.config),
+        run_seed=parts.config.seed,
+        pad_token_id=pad,
+        eos_token_id=eos,
+    )
+
+
+def _pipeline(parts: Parts, trainer: AxolotlGRPOTrainer, sync: WeightSync, producer: SyncProducer) -> RolloutPipeline:
+    config = parts.config
+    assert config.trl.loss_type is not None and config.trl.vllm_sync_interval is not None
+    spec = advantage_spec(config, len(parts.rewards.names))
+    return RolloutPipeline(
+        producer=producer,
+        scorer=Scorer(parts.rewards, parts.tokenizer, spec, lambda: trainer.state),
+        sync=sync,
+        micro_batch_size=config.micro_batch_size,
+        # Without a server nothing is ever behind, whatever the interval.
+        sync_interval=config.trl.vllm_sync_interval if parts.server else 1,
+        loss_type=config.trl.loss_type,
+        mask_truncated=config.trl.mask_truncated_completions,
+        accelerator=trainer.accelerator,
+    )
+
+
+def _named(name: str) -> Callable[..., list[float | None]]:
+    """TRL wants reward functions to name its columns; ours are called by the pipeline."""
+
+    def reward(**_: object) -> list[float | None]:
+        raise AssertionError("reward functions are called by the pipeline")
+
+    reward.__name__ = name
+    return reward

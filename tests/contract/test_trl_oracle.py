@@ -1,0 +1,114 @@
+"""Our trainer against TRL's own on recorded rollouts: same loss, same gradient norm, same weights after the steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from axolotl.core.trainers.grpo.algo.importance import ImportanceSpec
+from tests.support.recorded import arguments, curve, lora, our_trainer, record, tiny_policy, trl_trainer
+from tests.support.tiny_model import make_tiny_model
+
+pytestmark = pytest.mark.contract
+
+LOSSES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
+QUANTITIES = ("loss", "grad_norm")
+SPEC = ImportanceSpec("token_truncate", 3.0)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return make_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def both(
+    model_dir: Path,
+    tmp_path: Path,
+    *,
+    micro: int = 2,
+    accumulation: int = 4,
+    corrected: bool = False,
+    adapter: bool = True,
+    num_functions: int = 1,
+    **options: Any,
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """TRL's curves and ours for the same recording, model and options."""
+    model, tokenizer = tiny_policy(model_dir)
+    recording = record(tokenizer.eos_token_id, num_functions=num_functions)
+    kwargs: dict[str, Any] = {"peft_config": lora()} if adapter else {}
+    importance_args = {
+        "vllm_importance_sampling_mode": options.pop("mode", SPEC.mode),
+        "vllm_importance_sampling_clip_max": SPEC.cap,
+    }
+    args = arguments(
+        tmp_path / "trl",
+        per_device_train_batch_size=micro,
+        gradient_accumulation_steps=accumulation,
+        **importance_args,
+        **options,
+    )
+    theirs = curve(trl_trainer(model, tokenizer, args, recording, corrected=corrected, **kwargs), *QUANTITIES)
+
+    model, tokenizer = tiny_policy(model_dir)
+    args = arguments(
+        tmp_path / "ours", per_device_train_batch_size=micro * accumulation, gradient_accumulation_steps=1, **options
+    )
+    spec = ImportanceSpec(importance_args["vllm_importance_sampling_mode"], SPEC.cap) if corrected else None
+    trainer = our_trainer(
+        model,
+        tokenizer,
+        args,
+        recording,
+        micro_batch_size=micro,
+        importance=spec,
+        mask_truncated=options.get("mask_truncated_completions", False),
+        **kwargs,
+    )
+    return theirs, curve(trainer, *QUANTITIES)
+
+
+def assert_equal(theirs: dict[str, list[float]], ours: dict[str, list[float]]) -> None:
+    assert len(theirs["loss"]) == 3
+    assert max(map(abs, theirs["grad_norm"])) > 1e-4, "a comparison of zeros shows nothing"
+    for name in QUANTITIES:
+        # The loss of normalised advantages is near 0, where a relative error means little: 1e-7 is float32's own.
+        assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=2e-7), name
+
+
+@pytest.mark.parametrize("adapter", [True, False], ids=["lora", "full"])
+@pytest.mark.parametrize("loss_type", LOSSES)
+def test_three_steps_equal_trl(loss_type: str, adapter: bool, model_dir: Path, tmp_path: Path) -> None:
+    """The guide's batch: micro 2, accumulation 4, 8 completions; `bnpo` at accumulation 1, where TRL defines it."""
+    shape = {"micro": 8, "accumulation": 1} if loss_type == "bnpo" else {}
+    assert_equal(*both(model_dir, tmp_path, loss_type=loss_type, adapter=adapter, **shape))
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "vespo"])
+def test_with_importance_weights(loss_type: str, model_dir: Path, tmp_path: Path) -> None:
+    assert_equal(*both(model_dir, tmp_path, loss_type=loss_type, corrected=True))
+
+
+@pytest.mark.parametrize("mode", ["token_mask", "sequence_truncate", "sequence_mask"])
+def test_importance_modes(mode: str, model_dir: Path, tmp_path: Path) -> None:
+    assert_equal(*both(model_dir, tmp_path, loss_type="dapo", corrected=True, mode=mode))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"beta": 0.1},
+        {"beta": 0.1, "use_bias_correction_kl": False},
+        {"importance_sampling_level": "sequence", "loss_type": "grpo"},
+        {"scale_rewards": "none"},
+        {"mask_truncated_completions": True},
+        {"epsilon": 0.1, "epsilon_high": 0.4},
+        {"num_functions": 2, "reward_weights": [1.0, 0.5], "multi_objective_aggregation": "normalize_then_sum"},
+    ],
+    ids=lambda options: "-".join(options),
+)
+def test_options(options: dict[str, Any], model_dir: Path, tmp_path: Path) -> None:
+    assert_equal(*both(model_dir, tmp_path, corrected=True, **options))
