@@ -1,4 +1,4 @@
-"""A random two-layer Llama with its own small tokenizer, made on the spot: no network, under a megabyte, seconds to make.
+"""A random two-layer Llama with its own small tokenizer, made on the spot: no network, half a megabyte, a second.
 
 Attention heads have 32 dimensions because the CPU kernels of vLLM accept no smaller ones.
 """

@@ -27,7 +27,7 @@ from axolotl.serving.engines.lora import read_adapter
 from axolotl.serving.engines.protocol import EngineName, EngineRejects, EngineSettings
 from axolotl.serving.engines.vllm_arguments import engine_arguments, lora_rank
 from axolotl.serving.engines.vllm_environment import go_offline, local_model, prepare_environment, require_vllm
-from axolotl.serving.engines.vllm_sampling import LOWEST_TEMPERATURE, sampling_fields
+from axolotl.serving.engines.vllm_sampling import sampling_fields
 from axolotl.serving.fingerprint import fingerprint
 from axolotl.serving.wire import Completion, Fingerprint, Group, Sampling
 
@@ -126,38 +126,31 @@ class VLLMEngine:
         temperature: float,
         adapter_version: int,
     ) -> list[list[float]]:
-        """Log-probs of given tokens, one forward a row at temperature 1 (or 0, which scales nothing either).
+        """Each token is asked for on its own: its log-prob in the first step after its prefix, one short request a
+        token with the prefixes cached, right at every temperature.
 
-        vLLM's prompt log-probs know no temperature; at any other one each token is asked for on its own, as the
-        log-prob of that token in the first step after its prefix: one short request a token, prefixes cached.
+        vLLM's prompt log-probs would take one request a row, but they know no temperature, and with adapters enabled
+        they end the engine as soon as two requests meet in one step.
         """
-        if 0.0 < temperature < LOWEST_TEMPERATURE:
-            raise EngineRejects(f"temperature {temperature}: vLLM takes 0 or at least {LOWEST_TEMPERATURE}")
         adapter = self._adapter(adapter_version)
-        score_row = self._score_unscaled if temperature in (0.0, 1.0) else self._score_scaled
-        rows = zip(prompts, tokens, strict=True)
-        return await _gather([score_row(prompt, row, temperature, adapter) for prompt, row in rows])
+        make = _params_maker(Sampling(max_tokens=1, temperature=temperature))
 
-    async def _score_unscaled(
-        self, prompt: Sequence[int], tokens: Sequence[int], _: float, adapter: LoRARequest | None
-    ) -> list[float]:
-        """The last token is read off the step after the prompt, so that a row may fill the model's length."""
-        if not tokens:
-            return []
-        params = _scoring_params(temperature=0.0, prompt_logprobs=0, logprob_token_ids=[tokens[-1]])
-        output = await self._run([*prompt, *tokens[:-1]], params, adapter)
-        inner = output.prompt_logprobs.logprobs[len(prompt) - 1 :] if len(tokens) > 1 else []  # type: ignore[union-attr]
-        return [*inner, _logprob_of(output, tokens[-1])]
+        async def one(prefix: list[int], token: int) -> float:
+            params = make(0)
+            params.logprobs, params.logprob_token_ids = None, [token]
+            flat: Any = (await self._run(prefix, params, adapter)).outputs[0].logprobs
+            return float(flat.logprobs[flat.token_ids.index(token)])
 
-    async def _score_scaled(
-        self, prompt: Sequence[int], tokens: Sequence[int], temperature: float, adapter: LoRARequest | None
-    ) -> list[float]:
-        async def one(position: int) -> float:
-            token = tokens[position]
-            params = _scoring_params(temperature=temperature, logprob_token_ids=[token])
-            return _logprob_of(await self._run([*prompt, *tokens[:position]], params, adapter), token)
-
-        return await _gather([one(position) for position in range(len(tokens))])
+        scores = iter(
+            await _gather(
+                [
+                    one([*prompt, *row[:position]], token)
+                    for prompt, row in zip(prompts, tokens, strict=True)
+                    for position, token in enumerate(row)
+                ]
+            )
+        )
+        return [[next(scores) for _ in row] for row in tokens]
 
     async def load_adapter(self, version: int, directory: Path) -> int:
         from vllm.lora.request import LoRARequest
@@ -326,25 +319,6 @@ def _params_maker(sampling: Sampling) -> Callable[[int], SamplingParams]:
         return params
 
     return make
-
-
-def _scoring_params(**fields: Any) -> SamplingParams:
-    from vllm.sampling_params import RequestOutputKind, SamplingParams
-
-    return SamplingParams(
-        max_tokens=1,
-        detokenize=False,
-        flat_logprobs=True,
-        skip_clone=True,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-        **fields,
-    )
-
-
-def _logprob_of(output: RequestOutput, token: int) -> float:
-    """The log-prob of `token` in the first step after the prompt."""
-    flat: Any = output.outputs[0].logprobs
-    return float(flat.logprobs[flat.token_ids.index(token)])
 
 
 def _completion(output: RequestOutput) -> Completion:

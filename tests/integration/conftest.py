@@ -1,0 +1,77 @@
+"""Models and engines that several integration tests share."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.support.loop_thread import LoopThread
+from tests.support.tiny_model import make_random_adapter, make_tiny_model
+
+if TYPE_CHECKING:
+    from axolotl.serving.engines.vllm import VLLMEngine
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if importlib.util.find_spec("vllm") is None:
+        reason = "vLLM is not installed; on a CPU: make install-vllm"
+        for item in items:
+            if item.get_closest_marker("vllm"):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(scope="session")
+def tiny_adapters(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two adapters of rank 8 with different random weights."""
+    root = tmp_path_factory.mktemp("adapters")
+    first, second = (make_random_adapter(tiny_model, root / f"v{seed}", seed=seed) for seed in (1, 2))
+    return first, second
+
+
+@dataclass(frozen=True)
+class RunningEngine:
+    """A vLLM engine and the loop it lives on; `seconds` is how long it took to start."""
+
+    engine: VLLMEngine
+    loop: LoopThread
+    seconds: float
+
+
+@pytest.fixture(scope="module")
+def vllm_engine(tiny_model: Path) -> Iterator[RunningEngine]:
+    """One vLLM engine a module: starting one takes most of a minute."""
+    import time
+
+    from axolotl.serving.engines.protocol import EngineSettings
+    from axolotl.serving.engines.vllm import VLLMEngine
+
+    settings = EngineSettings(
+        model=str(tiny_model),
+        revision=None,
+        device="cpu",
+        dtype="float32",
+        max_model_len=128,
+        max_lora_rank=6,
+        max_loras=3,
+        kv_cache_bytes=64 << 20,
+    )
+    loop = LoopThread()
+    started = time.monotonic()
+    try:
+        engine = loop.run(VLLMEngine.create(settings), timeout_s=600)
+        try:
+            yield RunningEngine(engine, loop, time.monotonic() - started)
+        finally:
+            loop.run(engine.close())
+    finally:
+        loop.close()
