@@ -40,6 +40,7 @@ def summary(config: AxolotlConfig) -> list[str]:
         lines.append(f"server   {server_url(config)} ({start}); files in {sync_dir(config)}")
     else:
         lines.append("server   none: the training process generates")
+    lines.append(f"held out {_held_out(config)}")
     lines.append(f"output   {config.output_dir}")
     return lines
 
@@ -81,3 +82,10 @@ def _prompts(config: AxolotlConfig) -> str:
             f"{config.vllm.max_model_len - length}"
         )
     return f"{limit}; longer ones: {config.long_prompts}"
+
+
+def _held_out(config: AxolotlConfig) -> str:
+    size = config.val_set_size
+    if not size:
+        return "nothing, so no evaluation (val_set_size 0)"
+    return f"{size:.0%} of the rows" if size < 1 else f"{size:.0f} rows"

@@ -142,16 +142,17 @@ def _lines(problems: Iterable[Problem], root: Node, name: str) -> list[str]:
             same = node.flag == f"--{key}"
             placed.append((0, f"{node.flag}: {'' if same else key + ' '}{problem.message}"))
         else:
-            placed.append((node.line, f"{name}:{node.line} {key}: {problem.message}"))
+            where = f"{name}:{node.line}" if node.line else name
+            placed.append((node.line, f"{where} {key}: {problem.message}"))
     return list(dict.fromkeys(line for _, line in sorted(placed, key=lambda item: item[0])))
 
 
 def _node(value: Any) -> Node:
     if isinstance(value, Mapping):
-        return Node({key: _node(item) for key, item in value.items()}, 1)
+        return Node({key: _node(item) for key, item in value.items()}, 0)
     if isinstance(value, (list, tuple)):
-        return Node([_node(item) for item in value], 1)
-    return Node(value, 1)
+        return Node([_node(item) for item in value], 0)
+    return Node(value, 0)
 
 
 class _Dumper(yaml.SafeDumper):

@@ -19,7 +19,9 @@ MAX_NODES = 10_000
 MAX_ALIASES = 100
 MAX_DEPTH = 50
 
-_CORE_TAG = "tag:yaml.org,2002:"
+_PLAIN_TAGS = frozenset(
+    f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float", "bool", "null", "map", "seq", "timestamp", "merge")
+)
 
 
 def read_file(path: Path) -> str:
@@ -94,15 +96,19 @@ def _yaml() -> YAML:
 
 
 def _check_size(text: str, name: str) -> None:
-    nodes = aliases = 0
+    """Counts while the text is being scanned, so that a hostile one is not read to its end."""
+    nodes = aliases = depth = 0
     for event in _yaml().parse(text):
         kind = type(event).__name__
+        depth += kind.endswith("StartEvent") - kind.endswith("EndEvent")
         nodes += kind in ("ScalarEvent", "MappingStartEvent", "SequenceStartEvent")
         aliases += kind == "AliasEvent"
         if nodes > MAX_NODES:
             raise ConfigError(f"{name} has more than {MAX_NODES} values")
         if aliases > MAX_ALIASES:
             raise ConfigError(f"{name} has more than {MAX_ALIASES} aliases")
+        if depth > MAX_DEPTH:
+            raise ConfigError(f"{name} is nested more than {MAX_DEPTH} levels deep")
 
 
 class _Builder:
@@ -121,7 +127,7 @@ class _Builder:
         if len(path) > MAX_DEPTH:
             raise ConfigError(f"{self.name} is nested more than {MAX_DEPTH} levels deep")
         tag = str(node.tag or "")
-        if tag and not tag.startswith(_CORE_TAG):
+        if tag and tag not in _PLAIN_TAGS:
             self._report(path, line, f"tag {tag} is not allowed; quote a value that begins with !")
         if node.id == "mapping":
             return Node(dict(self._entries(node, path)), line, self.flag)

@@ -93,7 +93,6 @@ TRAINING: tuple[Row, ...] = (
     Row("gradient_checkpointing", lambda value, _: isinstance(value, str), "set true"),
     Row("auto_resume_from_checkpoints", _set, "run train with --resume"),
     Row("early_stopping_patience", _set, "leave it out"),
-    Row("hub_model_id", _set, "upload output_dir when the run is over"),
     Row("fsdp", _set, "leave it out: training uses one device"),
     Row("fsdp_config", _set, "leave it out: training uses one device"),
     Row("deepspeed", _set, "leave it out: training uses one device"),

@@ -29,8 +29,5 @@ class CheckpointOptions(Options):
     )
     eval_steps: Number | None = option(None, "Optimizer steps between evaluations; below 1, a share of the run.", gt=0)
     evals_per_epoch: Int | None = option(None, "Evaluations in each epoch; 0 leaves it to `eval_steps`.", ge=0)
-    eval_batch_size: Int | None = option(
-        None, "Completions of one evaluation batch; those of one optimizer step when unset.", ge=1
-    )
     early_stopping_patience: Int | None = option(None, "Stop after so many evaluations without improvement.", ge=1)
     hub_model_id: Text | None = option(None, "Repository of the hub that checkpoints are uploaded to.")

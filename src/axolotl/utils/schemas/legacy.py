@@ -33,6 +33,7 @@ NO_EFFECT: frozenset[Path] = frozenset(
                 "dataset_num_proc",
                 "dataset_processes",
                 "debug",
+                "eval_batch_size",
                 "eval_max_new_tokens",
                 "eval_sample_packing",
                 "eval_table_size",

@@ -25,7 +25,7 @@ class Node:
     """One value of the YAML file or of the command line.
 
     value: None, `Plain` for an unquoted scalar, `str` for a quoted one, or a container of nodes.
-    line: line of its key (1 is the first). flag: the command line flag it came from, with its dashes.
+    line: line of its key (1 is the first, 0 none). flag: the command line flag it came from, with its dashes.
     """
 
     value: Any

@@ -62,6 +62,17 @@ def one_number_format(config: AxolotlConfig) -> list[Problem]:
     return []
 
 
+def one_schedule(config: AxolotlConfig) -> list[Problem]:
+    """Intervals and warmups can be given in two ways each; 0 times an epoch means the other way."""
+    problems = []
+    for times, steps in (("saves_per_epoch", "save_steps"), ("evals_per_epoch", "eval_steps")):
+        if getattr(config, times) and getattr(config, steps) is not None:
+            problems.append(Problem((times,), f"cannot be combined with {steps}; keep one of them"))
+    if config.warmup_steps is not None and config.warmup_ratio is not None:
+        problems.append(Problem(("warmup_ratio",), "cannot be combined with warmup_steps; keep one of them"))
+    return problems
+
+
 def one_quantization(config: AxolotlConfig) -> list[Problem]:
     """A quantised base is frozen, so it needs an adapter; and it is in 4 bits or in 8."""
     problems = []
@@ -138,7 +149,7 @@ def training_needs_data_and_rewards(config: AxolotlConfig) -> list[Problem]:
 def no_plugins(config: AxolotlConfig) -> list[Problem]:
     if not config.plugins:
         return []
-    return [Problem(("plugins",), f"plugins are not supported; remove {', '.join(config.plugins)}")]
+    return [Problem(("plugins",), f"are not supported; remove {', '.join(config.plugins)}")]
 
 
 def groups_have_two(config: AxolotlConfig) -> list[Problem]:
@@ -262,6 +273,7 @@ TRAINING: tuple[Rule, ...] = (
     training_needs_data_and_rewards,
     one_attention,
     one_number_format,
+    one_schedule,
     groups_have_two,
     steps_hold_whole_groups,
     sampling_explores,

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from axolotl.utils.schemas.config import AxolotlConfig
 from axolotl.utils.schemas.lookup import option_names, unknown_key
 from axolotl.utils.schemas.nodes import Node, Path, Problem
-from axolotl.utils.schemas.scalars import show
+from axolotl.utils.schemas.scalars import Plain, show
 
 _BOUNDS = {
     "greater_than": ("gt", "above"),
@@ -22,7 +22,10 @@ _BOUNDS = {
     "less_than_equal": ("le", "at most"),
 }
 
-_NO_TOKEN = ("pad_token", "eos_token", "bos_token", "unk_token")
+# For required options, so that the rules can look at the rest of a config that lacks them.
+_STAND_INS = {"rl": "grpo", "base_model": "missing", "path": "missing"}
+
+_TOKENS = ("pad_token", "eos_token", "bos_token", "unk_token")
 
 
 @dataclass(frozen=True)
@@ -62,10 +65,11 @@ def _set_aside(data: Any, finding: Any) -> None:
             data = data[part]
         except (KeyError, IndexError, TypeError):
             return
-    if finding["type"] == "missing":
-        data[key] = "grpo" if key == "rl" else "missing"
-    elif isinstance(data, dict):
-        data.pop(key, None)
+    if not isinstance(data, dict):
+        return
+    data.pop(key, None)
+    if key in _STAND_INS:
+        data[key] = _STAND_INS[key]
 
 
 def independent(found: Iterable[Problem], known: Iterable[Problem]) -> list[Problem]:
@@ -87,11 +91,11 @@ def _special_tokens(root: Node) -> tuple[list[Problem], list[Problem]]:
     section = root.find(("special_tokens",))
     for key, node in section.entries() if section is not None else ():
         path: Path = ("special_tokens", key)
-        if node.value is None and key in _NO_TOKEN:
+        if node.value is None and key in _TOKENS:
             problems.append(Problem(path, 'has no value; quote the token: "<|endoftext|>", or remove the line'))
         elif node.value == "" and key == "pad_token":
             warnings.append(Problem(path, "is empty, so it counts as unset and the tokenizer's own is used"))
-        elif node.value == "" and key in _NO_TOKEN:
+        elif node.value == "" and key in _TOKENS:
             problems.append(Problem(path, "is empty; name a token, or remove the line"))
     return problems, warnings
 
@@ -127,6 +131,6 @@ def _required(path: Path) -> str:
 
 def _choice(given: object, expected: str) -> str:
     choices = expected.replace(" or ", ", ").replace("'", "").split(", ")
-    message = f"must be one of {', '.join(choices)}, not {show(given)}"
+    message = f"must be one of {', '.join(choices)}, not {show(Plain(given) if isinstance(given, str) else given)}"
     close = difflib.get_close_matches(str(given), choices, n=1)
     return f"{message}. Did you mean {close[0]}?" if close else message

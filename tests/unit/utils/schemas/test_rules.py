@@ -1,0 +1,150 @@
+"""Each rule with a config that breaks it and one that just does not."""
+
+import pytest
+
+from axolotl.cli.config import config_from_mapping
+from axolotl.errors import ConfigError
+
+LORA = {"adapter": "lora"}
+
+
+def findings(trl=None, vllm=None, **options):
+    data = {
+        "base_model": "m",
+        "rl": "grpo",
+        "micro_batch_size": 8,
+        "datasets": [{"path": "a"}],
+        **options,
+        "trl": {"reward_funcs": ["r.f"], **(trl or {})},
+        "vllm": vllm or {},
+    }
+    try:
+        config_from_mapping(data)
+    except ConfigError as error:
+        return list(error.details)
+    return []
+
+
+@pytest.mark.parametrize(
+    ("trl", "vllm", "options", "finding"),
+    [
+        ({"num_generations": 1}, {}, {}, "trl.num_generations: is 1; GRPO compares"),
+        ({"temperature": 0.0}, {}, {}, "trl.temperature: is 0; training needs"),
+        ({"reward_weights": [1.0, 2.0]}, {}, {}, "trl.reward_weights: has 2 weights for 1 reward functions"),
+        ({"reward_funcs": []}, {}, {}, "trl.reward_funcs: is required"),
+        ({}, {}, {"datasets": []}, "datasets: is required"),
+        ({"async_prefetch": True}, {}, {}, "trl.async_prefetch: needs trl.use_data_producer: true"),
+        ({"prefetch_depth": 2}, {}, {}, "trl.prefetch_depth: needs trl.use_data_producer: true"),
+        ({"streaming_partial_batch": True}, {}, {}, "trl.streaming_partial_batch: needs trl.use_data_producer: true"),
+        ({"streaming_min_groups": 2}, {}, {}, "trl.streaming_min_groups: needs trl.use_data_producer: true"),
+        ({"vllm_lora_sync": True}, {}, {}, "trl.vllm_lora_sync: needs an adapter to send"),
+        ({"vllm_server_port": 8001}, {"port": 8000}, {}, "trl.vllm_server_port: is 8001, but vllm.port is 8000"),
+        ({"vllm_server_host": "b"}, {"host": "a"}, {}, "trl.vllm_server_host: is b, but vllm.host is a"),
+        ({"vllm_server_host": "b"}, {"host": "0.0.0.0"}, {}, "trl.vllm_server_host: is b, but vllm.host is 0.0.0.0"),
+        ({"max_completion_length": 512}, {"max_model_len": 512}, {}, "trl.max_completion_length: leaves no room"),
+        (
+            {"loss_type": "vespo", "vllm_importance_sampling_mode": "sequence_mask"},
+            {},
+            {},
+            "trl.vllm_importance_sampling_mode: is sequence_mask; loss_type vespo needs",
+        ),
+        (
+            {"vllm_importance_sampling_clip_min": 3.0},
+            {},
+            {},
+            "trl.vllm_importance_sampling_clip_min: is 3, which must be below vllm_importance_sampling_clip_max 3",
+        ),
+        ({"sync_ref_model": True, "beta": 0.1}, {}, LORA, "trl.sync_ref_model: needs full fine-tuning"),
+        ({"sync_ref_model": True}, {}, {}, "trl.sync_ref_model: needs trl.beta above 0"),
+        (
+            {"multi_objective_aggregation": "sum_then_normalize"},
+            {},
+            {"rl": "gdpo"},
+            "trl.multi_objective_aggregation: is sum_then_normalize, but rl: gdpo means",
+        ),
+        ({"vllm_lora_sync": True}, {}, LORA | {"peft_use_dora": True}, "peft_use_dora: cannot be combined"),
+        ({"vllm_lora_sync": True}, {}, LORA | {"lora_bias": "all"}, "lora_bias: cannot be combined"),
+        ({"vllm_lora_sync": True}, {}, LORA | {"lora_modules_to_save": ["x"]}, "lora_modules_to_save: cannot be"),
+        (
+            {"vllm_lora_sync": True},
+            {},
+            LORA | {"lora_target_modules": ["q_proj", "lm_head"]},
+            "(the server cannot adapt",
+        ),
+        (
+            {"vllm_lora_sync": True},
+            {},
+            LORA | {"lora_target_modules": "model.embed_tokens"},
+            "lora_target_modules: cannot",
+        ),
+        ({"vllm_lora_sync": True}, {}, LORA | {"lora_r": 513}, "lora_r: is 513; the server takes ranks up to 512"),
+        ({"vllm_server_host": "10.0.0.5"}, {"managed": True}, {}, "vllm.managed: starts a server on this machine"),
+        ({}, {}, {"flash_attention": True, "eager_attention": True}, "eager_attention: cannot be combined with flash"),
+        ({}, {}, {"bf16": True, "fp16": True}, "fp16: cannot be combined with bf16: true"),
+        ({}, {}, {"saves_per_epoch": 2, "save_steps": 5}, "saves_per_epoch: cannot be combined with save_steps"),
+        ({}, {}, {"evals_per_epoch": 2, "eval_steps": 5}, "evals_per_epoch: cannot be combined with eval_steps"),
+        ({}, {}, {"warmup_ratio": 0.1, "warmup_steps": 5}, "warmup_ratio: cannot be combined with warmup_steps"),
+        ({}, {}, {"load_in_4bit": True}, "load_in_4bit: needs an adapter"),
+        (
+            {},
+            {},
+            LORA | {"load_in_4bit": True, "load_in_8bit": True},
+            "load_in_8bit: cannot be combined with load_in_4",
+        ),
+        ({}, {}, {"adapter": "qlora", "load_in_8bit": True}, "load_in_8bit: cannot be combined with adapter: qlora"),
+        ({}, {}, {"plugins": ["a.B"]}, "plugins: are not supported; remove a.B"),
+    ],
+)
+def test_a_rule_finds_what_it_is_about(trl, vllm, options, finding):
+    found = findings(trl, vllm, **options)
+    assert len(found) == 1, found
+    assert finding in found[0]
+
+
+@pytest.mark.parametrize(
+    ("trl", "vllm", "options"),
+    [
+        ({}, {}, {}),
+        ({"num_generations": 2}, {}, {}),
+        ({"temperature": 0.01}, {}, {}),
+        ({"reward_weights": [2.0]}, {}, {}),
+        ({"prefetch_depth": 1, "streaming_min_groups": 1, "streaming_partial_batch": False}, {}, {}),
+        ({"async_prefetch": True, "prefetch_depth": 3, "use_data_producer": True}, {}, {}),
+        ({"vllm_lora_sync": True}, {}, LORA | {"lora_r": 512, "lora_target_modules": ["q_proj"]}),
+        ({}, {}, LORA | {"peft_use_dora": True, "lora_modules_to_save": ["lm_head"]}),
+        ({"vllm_server_host": "127.0.0.1"}, {"host": "0.0.0.0"}, {}),
+        ({"vllm_server_host": "0.0.0.0"}, {"host": "localhost"}, {}),
+        ({"vllm_server_host": "Node7"}, {"host": "node7"}, {}),
+        ({"max_completion_length": 511}, {"max_model_len": 512}, {}),
+        ({"loss_type": "vespo"}, {}, {}),
+        ({"vllm_importance_sampling_clip_min": 2.9}, {}, {}),
+        ({"sync_ref_model": True, "beta": 0.1}, {}, {}),
+        ({}, {"managed": True}, {}),
+        ({}, {}, {"saves_per_epoch": 0, "save_steps": 0.5}),
+        ({}, {}, {"adapter": "qlora", "load_in_4bit": True}),
+        ({}, {}, {"adapter": ""}),
+    ],
+)
+def test_a_rule_leaves_the_rest_alone(trl, vllm, options):
+    assert findings(trl, vllm, **options) == []
+
+
+@pytest.mark.parametrize(
+    ("micro", "steps", "group", "nearest"),
+    [
+        (3, 4, 8, "gradient_accumulation_steps 8, or micro_batch_size 2 or 4, or num_generations 6 or 12"),
+        (2, 3, 4, "gradient_accumulation_steps 2 or 4, or micro_batch_size 4, or num_generations 3 or 6"),
+        (1, 1, 8, "gradient_accumulation_steps 8, or micro_batch_size 8"),
+        (10, 2, 8, "gradient_accumulation_steps 4, or micro_batch_size 8 or 12, or num_generations 5 or 10"),
+    ],
+)
+def test_batches_that_tear_groups_apart(micro, steps, group, nearest):
+    (found,) = findings({"num_generations": group}, micro_batch_size=micro, gradient_accumulation_steps=steps)
+    equation = f"micro_batch_size {micro} x gradient_accumulation_steps {steps} = {micro * steps} completions"
+    assert f"{equation}, not a multiple of trl.num_generations {group}" in found
+    assert found.endswith(f"Nearest valid: {nearest}")
+
+
+@pytest.mark.parametrize(("micro", "steps", "group"), [(2, 4, 8), (1, 8, 8), (16, 1, 8), (3, 8, 8), (6, 4, 8)])
+def test_batches_of_whole_groups(micro, steps, group):
+    assert findings({"num_generations": group}, micro_batch_size=micro, gradient_accumulation_steps=steps) == []
