@@ -1,0 +1,158 @@
+"""Batched decoding against transformers' generate and against plain forwards, on a tiny random model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from axolotl.serving.engines.decoding import DecodingCancelled, decode, score
+from axolotl.serving.wire import Group, Sampling
+from tests.support.tiny_model import VOCAB_SIZE, tiny_config
+
+PROMPTS = [[5, 6, 7, 8, 9], [10, 11], [12, 13, 14]]
+SEEDS = [[100 * prompt + index for index in range(4)] for prompt in range(3)]
+EOS = 2
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module", params=[2, 1], ids=["heads", "grouped-heads"])
+def model(request: pytest.FixtureRequest) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = tiny_config(num_key_value_heads=request.param)
+    return LlamaForCausalLM(config).eval()
+
+
+def run(model: LlamaForCausalLM, prompts: list[list[int]], seeds: list[list[int]], **options: object) -> list[Group]:
+    sampling = Sampling(**{"n": len(seeds[0]), "max_tokens": 12, **options})
+    return decode(model, prompts, sampling, seeds, eos_token_ids={EOS}, pad_token_id=0)
+
+
+def ids_of(groups: list[Group]) -> list[list[list[int]]]:
+    return [[completion.ids for completion in group.completions] for group in groups]
+
+
+def test_greedy_equals_generate(model: LlamaForCausalLM) -> None:
+    groups = run(model, PROMPTS, [[0], [0], [0]], temperature=0.0)
+    for prompt, group in zip(PROMPTS, groups, strict=True):
+        expected = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=12, pad_token_id=0)
+        assert group.completions[0].ids == expected[0, len(prompt) :].tolist()
+
+
+def test_log_probs_equal_a_full_forward(model: LlamaForCausalLM) -> None:
+    for group, prompt in zip(run(model, PROMPTS, SEEDS, temperature=0.8), PROMPTS, strict=True):
+        for completion in group.completions:
+            with torch.no_grad():
+                logits = model(torch.tensor([prompt + completion.ids])).logits[0, len(prompt) - 1 : -1]
+            logps = (logits / 0.8).log_softmax(-1)
+            expected = logps.gather(-1, torch.tensor(completion.ids)[:, None])[:, 0].tolist()
+            assert completion.logprobs == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_completion_does_not_depend_on_its_batch(model: LlamaForCausalLM) -> None:
+    together = run(model, PROMPTS, SEEDS)
+    for prompt, seeds, group in zip(PROMPTS, SEEDS, together, strict=True):
+        for seed, completion in zip(seeds, group.completions, strict=True):
+            (alone,) = run(model, [prompt], [[seed]])
+            assert alone.completions[0].ids == completion.ids
+            assert alone.completions[0].logprobs == pytest.approx(completion.logprobs, abs=1e-4)
+
+
+def test_small_batches_give_the_same_completions(model: LlamaForCausalLM) -> None:
+    """51 cache positions are three rows of 17, so groups are cut."""
+    sampling = Sampling(n=4, max_tokens=12)
+    cut = decode(model, PROMPTS, sampling, SEEDS, eos_token_ids={EOS}, pad_token_id=0, max_cache_tokens=51)
+    assert ids_of(cut) == ids_of(run(model, PROMPTS, SEEDS))
+
+
+def test_seeds_decide(model: LlamaForCausalLM) -> None:
+    assert ids_of(run(model, PROMPTS, SEEDS)) == ids_of(run(model, PROMPTS, SEEDS))
+    other = [[seed + 1000 for seed in row] for row in SEEDS]
+    assert ids_of(run(model, PROMPTS, SEEDS)) != ids_of(run(model, PROMPTS, other))
+
+
+def test_first_tokens_have_the_models_probabilities(model: LlamaForCausalLM) -> None:
+    """The 8 likeliest tokens and the rest, 4,000 fixed seeds; 26.1 is the 0.1 % point for 8 degrees of freedom."""
+    count = 4_000
+    seeds = [list(range(start, start + 1_000)) for start in range(0, count, 1_000)]
+    groups = run(model, [[5, 6]] * 4, seeds, max_tokens=1)
+    with torch.no_grad():
+        probabilities = model(torch.tensor([[5, 6]])).logits[0, -1].softmax(-1)
+    top = probabilities.topk(8)
+    drawn = torch.bincount(
+        torch.tensor([c.ids[0] for group in groups for c in group.completions]), minlength=VOCAB_SIZE
+    )
+    observed = torch.cat([drawn[top.indices], (count - drawn[top.indices].sum())[None]])
+    expected = torch.cat([top.values, 1 - top.values.sum(keepdim=True)]) * count
+    assert ((observed - expected) ** 2 / expected).sum() < 26.1
+
+
+def test_completions_end_at_the_end_token_or_at_the_limit(model: LlamaForCausalLM) -> None:
+    groups = run(model, PROMPTS, SEEDS, max_tokens=40, extra={"stop_token_ids": list(range(100, 200))})
+    completions = [completion for group in groups for completion in group.completions]
+    stops = {EOS, *range(100, 200)}
+    assert {completion.finish_reason for completion in completions} >= {"stop"}
+    for completion in completions:
+        assert not stops & set(completion.ids[:-1])
+        assert (completion.ids[-1] in stops) == (completion.finish_reason == "stop")
+        assert completion.finish_reason == "stop" or len(completion.ids) == 40
+
+
+def test_min_tokens_and_ignore_eos(model: LlamaForCausalLM) -> None:
+    stops = list(range(100, 300))
+    groups = run(model, PROMPTS, SEEDS, extra={"stop_token_ids": stops, "min_tokens": 5})
+    assert all(len(completion.ids) > 5 for group in groups for completion in group.completions)
+    free = run(model, PROMPTS, SEEDS, temperature=3.0, max_tokens=60, extra={"ignore_eos": True})
+    assert all(len(completion.ids) == 60 for group in free for completion in group.completions)
+    assert any(EOS in completion.ids for group in free for completion in group.completions)
+
+
+def test_repetition_penalty_knows_the_prompt_and_not_the_padding(model: LlamaForCausalLM) -> None:
+    """Greedy with a strong penalty never repeats; token 0, the padding, is not penalised for being padding."""
+    options = {"temperature": 0.0, "repetition_penalty": 50.0}
+    groups = run(model, PROMPTS, [[0], [0], [0]], **options)
+    for prompt, group in zip(PROMPTS, groups, strict=True):
+        (alone,) = run(model, [prompt], [[0]], **options)
+        assert alone.completions[0].ids == group.completions[0].ids
+        tokens = [*prompt, *group.completions[0].ids]
+        assert len(set(tokens)) == len(tokens)
+
+
+def test_scores_equal_the_sampled_log_probs(model: LlamaForCausalLM) -> None:
+    groups = run(model, PROMPTS, [[1], [2], [3]], temperature=0.7)
+    tokens = [group.completions[0].ids for group in groups]
+    for scored, group in zip(score(model, PROMPTS, tokens, 0.7, max_logit_rows=5), groups, strict=True):
+        assert scored == pytest.approx(group.completions[0].logprobs, abs=1e-4)
+
+
+def test_cancelling_ends_the_request(model: LlamaForCausalLM) -> None:
+    asked = iter([False, False, True])
+    with pytest.raises(DecodingCancelled):
+        decode(
+            model,
+            PROMPTS,
+            Sampling(max_tokens=50),
+            [[0], [0], [0]],
+            eos_token_ids=set(),
+            pad_token_id=0,
+            is_cancelled=lambda: next(asked),
+        )
+    assert next(asked, None) is None
+
+
+def test_the_models_mode_is_put_back(model: LlamaForCausalLM) -> None:
+    model.train()
+    try:
+        run(model, [[5]], [[0]])
+        assert model.training
+    finally:
+        model.eval()
