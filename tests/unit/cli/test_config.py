@@ -52,8 +52,8 @@ def test_what_is_missing(problems):
         "c.yaml rl: is required: set rl: grpo",
         "c.yaml datasets: is required: list at least one data set with its path",
         "c.yaml trl.reward_funcs: is required: list at least one reward function, such as rewards.accuracy_reward",
-        "c.yaml micro_batch_size: micro_batch_size 1 x gradient_accumulation_steps 1 = 1 completions, not a multiple of "
-        "trl.num_generations 8 (every process trains on whole groups). Nearest valid: gradient_accumulation_steps 8, "
+        "c.yaml micro_batch_size: micro_batch_size 1 x gradient_accumulation_steps 1 = 1 completions, not a multiple "
+        "of trl.num_generations 8 (every process trains on whole groups). Nearest valid: gradient_accumulation_steps 8, "
         "or micro_batch_size 8",
     )
 
@@ -245,6 +245,14 @@ class TestLegacy:
         both = "  vllm_importance_sampling_cap: 2.0\n  vllm_importance_sampling_clip_max: 5.0\n"
         (line,) = problems(MINIMAL + both)
         assert line.startswith("c.yaml:8 trl.vllm_importance_sampling_cap: is 2.0, but")
+
+
+class TestNotNeeded:
+    def test_a_worker_extension_is_said_to_be_superfluous_once(self, load):
+        loaded = load(MINIMAL + "vllm: {worker_extension_cls: a.B}\n")
+        message = "is not needed: this server takes adapters without an extension"
+        assert loaded.warnings == (f"c.yaml:8 vllm.worker_extension_cls: {message}",)
+        assert load(dump_config(loaded.config)).warnings == ()
 
 
 class TestDump:

@@ -21,7 +21,7 @@ def test_whole_numbers(load, text, value):
 
 @pytest.mark.parametrize("word", ["true", "True", "yes", "on", "ON"])
 def test_every_spelling_of_true(load, word):
-    assert load(MINIMAL + f"load_best_model_at_end: {word}\n").config.load_best_model_at_end is True
+    assert load(MINIMAL + f"tf32: {word}\nfp16: {word}\n").config.fp16 is True
 
 
 @pytest.mark.parametrize("word", ["false", "no", "off", "Off"])

@@ -91,7 +91,6 @@ TRAINING: tuple[Row, ...] = (
     Row("streaming", _set, "set false"),
     Row("fp8", _set, "set false"),
     Row("gradient_checkpointing", lambda value, _: isinstance(value, str), "set true"),
-    Row("auto_resume_from_checkpoints", _set, "run train with --resume"),
     Row("early_stopping_patience", _set, "leave it out"),
     Row("fsdp", _set, "leave it out: training uses one device"),
     Row("fsdp_config", _set, "leave it out: training uses one device"),

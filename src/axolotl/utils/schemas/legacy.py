@@ -62,6 +62,11 @@ NO_EFFECT: frozenset[Path] = frozenset(
     }
 )
 
+# Declared options whose value is said to be superfluous, once, and dropped.
+NOT_NEEDED: dict[Path, str] = {
+    ("vllm", "worker_extension_cls"): "is not needed: this server takes adapters without an extension",
+}
+
 # First words of top-level keys that only a plugin of the upstream project knows.
 PLUGIN_PREFIXES = {
     "atropos": "plugin_atropos",
@@ -98,6 +103,10 @@ def fold(root: Node) -> tuple[list[Problem], list[Problem]]:
     for path in sorted(NO_EFFECT, key=dotted):
         if (node := _take(root, path)) is not None:
             warnings.append(Problem(path, "has no effect here", node))
+    for path, message in NOT_NEEDED.items():
+        if (node := root.find(path)) is not None and node.value is not None:
+            _take(root, path)
+            warnings.append(Problem(path, message, node))
     for key in [key for key, _ in root.entries() if plugin_of(key) is not None]:
         node = _take(root, (key,))
         message = f"belongs to the plugin {plugin_of(key)}, and plugins are not supported"

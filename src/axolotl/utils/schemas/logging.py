@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
+from pydantic import BeforeValidator
+
 from axolotl.utils.schemas.base import Options, option
-from axolotl.utils.schemas.scalars import AsWord, Bool, Number, Text, TextOrList
+from axolotl.utils.schemas.scalars import AsWord, Bool, Number, Text, read_text_or_list
+
+
+Reporter = Literal["wandb", "tensorboard", "trackio", "none"]
+
+
+def _read_reporters(value: object) -> list[str]:
+    names = read_text_or_list(value)
+    return [names] if isinstance(names, str) else names
 
 
 class LoggingOptions(Options):
     logging_steps: Number = option(1, "Optimizer steps between lines of metrics; below 1, a share of the run.", gt=0)
-    report_to: TextOrList | None = option(
+    report_to: Annotated[list[Reporter], BeforeValidator(_read_reporters)] | None = option(
         None, "Where metrics go besides `metrics.jsonl`: `wandb`, `tensorboard`, `trackio`, or `none`."
     )
     use_wandb: Bool | None = option(None, "Log to Weights & Biases; true when `wandb_project` is set.")

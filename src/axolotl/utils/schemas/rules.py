@@ -73,6 +73,31 @@ def one_schedule(config: AxolotlConfig) -> list[Problem]:
     return problems
 
 
+def best_model_is_measured(config: AxolotlConfig) -> list[Problem]:
+    """Which checkpoint is best is known only where evaluation and saving go together."""
+    wants_best = config.load_best_model_at_end or config.save_strategy == "best"
+    if not wants_best:
+        return []
+    path: Path = ("load_best_model_at_end",) if config.load_best_model_at_end else ("save_strategy",)
+    if not config.val_set_size:
+        return [Problem(path, "needs an evaluation; set val_set_size")]
+    if config.save_strategy == "best":
+        return []
+    saves = _strategy(config.save_strategy, config.save_steps, config.saves_per_epoch)
+    evals = _strategy(config.eval_strategy, config.eval_steps, config.evals_per_epoch)
+    if saves != evals:
+        return [Problem(path, f"needs saving and evaluation at the same time, not by {saves} and by {evals}")]
+    if config.save_steps and config.eval_steps and config.save_steps % config.eval_steps:
+        return [
+            Problem(path, f"needs save_steps {config.save_steps} to be a multiple of eval_steps {config.eval_steps}")
+        ]
+    return []
+
+
+def _strategy(written: str | None, steps: float | None, times_per_epoch: int | None) -> str:
+    return written or ("steps" if steps is not None or times_per_epoch else "epoch")
+
+
 def one_quantization(config: AxolotlConfig) -> list[Problem]:
     """A quantised base is frozen, so it needs an adapter; and it is in 4 bits or in 8."""
     problems = []
@@ -274,6 +299,7 @@ TRAINING: tuple[Rule, ...] = (
     one_attention,
     one_number_format,
     one_schedule,
+    best_model_is_measured,
     groups_have_two,
     steps_hold_whole_groups,
     sampling_explores,

@@ -84,6 +84,20 @@ def findings(trl=None, vllm=None, **options):
         ({}, {}, {"saves_per_epoch": 2, "save_steps": 5}, "saves_per_epoch: cannot be combined with save_steps"),
         ({}, {}, {"evals_per_epoch": 2, "eval_steps": 5}, "evals_per_epoch: cannot be combined with eval_steps"),
         ({}, {}, {"warmup_ratio": 0.1, "warmup_steps": 5}, "warmup_ratio: cannot be combined with warmup_steps"),
+        ({}, {}, {"load_best_model_at_end": True}, "load_best_model_at_end: needs an evaluation"),
+        ({}, {}, {"save_strategy": "best"}, "save_strategy: needs an evaluation; set val_set_size"),
+        (
+            {},
+            {},
+            {"load_best_model_at_end": True, "val_set_size": 8, "eval_steps": 5},
+            "load_best_model_at_end: needs saving and evaluation at the same time, not by epoch and by steps",
+        ),
+        (
+            {},
+            {},
+            {"load_best_model_at_end": True, "val_set_size": 8, "eval_steps": 5, "save_steps": 12},
+            "load_best_model_at_end: needs save_steps 12 to be a multiple of eval_steps 5",
+        ),
         ({}, {}, {"load_in_4bit": True}, "load_in_4bit: needs an adapter"),
         (
             {},
@@ -123,6 +137,9 @@ def test_a_rule_finds_what_it_is_about(trl, vllm, options, finding):
         ({}, {}, {"saves_per_epoch": 0, "save_steps": 0.5}),
         ({}, {}, {"adapter": "qlora", "load_in_4bit": True}),
         ({}, {}, {"adapter": ""}),
+        ({}, {}, {"load_best_model_at_end": True, "val_set_size": 8, "eval_steps": 5, "save_steps": 10}),
+        ({}, {}, {"load_best_model_at_end": True, "val_set_size": 0.1}),
+        ({}, {}, {"save_strategy": "best", "val_set_size": 0.1, "eval_steps": 5}),
     ],
 )
 def test_a_rule_leaves_the_rest_alone(trl, vllm, options):
