@@ -11,7 +11,6 @@ The engine's processes are started from one thread that lives until `close`: the
 from __future__ import annotations
 
 import asyncio
-import functools
 import gc
 import itertools
 import math
@@ -86,9 +85,10 @@ class VLLMEngine:
         require_vllm(settings)
         prepare_environment(settings)
         starter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="vllm-engine")
+        loop = asyncio.get_running_loop()
         try:
-            start = functools.partial(_start, settings)
-            llm, directory, identity, processes = await asyncio.get_running_loop().run_in_executor(starter, start)
+            await loop.run_in_executor(starter, _import_vllm)
+            llm, directory, identity, processes = await loop.run_in_executor(starter, _start, settings)
         except BaseException:
             starter.shutdown(wait=False)
             raise
@@ -209,7 +209,7 @@ class VLLMEngine:
         await loop.run_in_executor(self._starter, self._llm.shutdown, SHUTDOWN_S)
         await loop.run_in_executor(self._starter, process_tree.stop, self._processes)
         del self._llm
-        gc.collect()  # vLLM's client sits in reference cycles and complains when it is collected at interpreter exit
+        gc.collect()  # its client sits in reference cycles and complains when it is collected at the interpreter's end
         self._starter.shutdown(wait=False)
 
     def _adapter(self, version: int) -> LoRARequest | None:
@@ -263,6 +263,14 @@ class VLLMEngine:
         finally:
             task.cancel()
         raise ServerError(f"vLLM did not answer within {CONTROL_TIMEOUT_S:.0f} s", code="E-SRV-05")
+
+
+def _import_vllm() -> None:
+    """The slow imports, in a call of their own: something keeps a traceback of them, frames and all. An engine made
+    further down the same stack would stay alive with it and complain when the interpreter ends."""
+    import vllm.engine.arg_utils
+    import vllm.platforms
+    import vllm.v1.engine.async_llm  # noqa: F401
 
 
 def _start(settings: EngineSettings) -> tuple[AsyncLLM, Path, Fingerprint, set[Any]]:
