@@ -29,11 +29,7 @@ def load_rows(entry: DatasetConfig, search: Sequence[Path], key: str) -> Dataset
     """
     rows = _load(entry, search, key)
     if not len(rows):
-        raise DataError(
-            f"{key}: {entry.path} holds no rows{f' in split {entry.split}' if entry.split else ''}",
-            code="E-DAT-04",
-            do="check the file and the split",
-        )
+        raise _empty(entry, key)
     return rows
 
 
@@ -58,7 +54,10 @@ def _load_files(builder: str, files: list[str], entry: DatasetConfig, key: str) 
     """Files have no splits of their own: they are the split that is asked for."""
     splits = {part.partition("[")[0].strip() for part in (entry.split or "train").split("+")}
     if len(splits) > 1:
-        raise DataError(f"{key}.split: {entry.split!r} names several splits, and {entry.path} is a file, which is one")
+        raise DataError(
+            f"{key}.split: {entry.split!r} names several splits, and {entry.path} is a file, which is one",
+            do="name one split, such as train[:1000], or use several entries under `datasets:`",
+        )
     options: dict[str, Any] = {"sep": "\t"} if ".tsv" in Path(files[0]).suffixes else {}
     return _load_dataset(entry, key, builder, data_files={splits.pop(): files}, **options)
 
@@ -98,7 +97,10 @@ def _load_saved(directory: Path, entry: DatasetConfig, key: str) -> Dataset:
     name, bracket, slice_ = (entry.split or "train").partition("[")
     if isinstance(saved, DatasetDict):
         if name not in saved:
-            raise DataError(f"{key}.split: {entry.path} has no split {name!r}; it has {', '.join(map(str, saved))}")
+            raise DataError(
+                f"{key}.split: {entry.path} has no split {name!r}; it has {', '.join(map(str, saved))}",
+                do=f"set {key}.split to one of them",
+            )
         saved = saved[name]
     if not bracket:
         return saved
@@ -139,9 +141,19 @@ def _load_dataset(entry: DatasetConfig, key: str, source: str, **arguments: Any)
             do=f"set {key}.path to a local file, or try again where there is a network",
         ) from error
     except Exception as error:
+        if isinstance(_cause(error), StopIteration) or "corresponds to no data" in str(error):
+            raise _empty(entry, key) from error
         raise _unreadable(entry, key, error) from error
     assert isinstance(rows, Dataset), type(rows)
     return rows
+
+
+def _empty(entry: DatasetConfig, key: str) -> DataError:
+    return DataError(
+        f"{key}: {entry.path} holds no rows{f' in split {entry.split}' if entry.split else ''}",
+        code="E-DAT-04",
+        do=f"check the file and {key}.split",
+    )
 
 
 def _unreadable(entry: DatasetConfig, key: str, error: Exception) -> DataError:
@@ -162,7 +174,12 @@ def _missing(what: str, tried: Sequence[Path]) -> DataError:
 
 
 def _innermost(error: BaseException) -> str:
+    cause = _cause(error)
+    text = " ".join(str(cause).split())
+    return f"{type(cause).__name__}: {text[:300]}"
+
+
+def _cause(error: BaseException) -> BaseException:
     while error.__cause__ is not None:
         error = error.__cause__
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:300]}"
+    return error

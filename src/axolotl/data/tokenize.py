@@ -83,8 +83,17 @@ class PromptTokenizer:
 def tokenized(rows: Dataset, tokenizer: PromptTokenizer) -> Dataset:
     """One column `prompt_ids`, one row for each of `rows`; every prompt is checked on the way."""
 
+    kind = type(rows[0]["prompt"])
+
     def encode(batch: dict[str, list[Any]], numbers: list[int]) -> dict[str, list[list[int]]]:
         prompts = [checked_prompt(value, row) for value, row in zip(batch["prompt"], numbers, strict=True)]
+        for prompt, row in zip(prompts, numbers, strict=True):
+            if type(prompt) is not kind:
+                raise DataError(
+                    f"row {row}: `prompt` is {_kind(prompt)}, unlike that of row 0",
+                    code="E-DAT-03",
+                    do="make every prompt text, or every prompt a list of messages",
+                )
         return {IDS: tokenizer(prompts, numbers[0])}
 
     return rows.select_columns(["prompt"]).map(
@@ -98,6 +107,10 @@ def tokenized(rows: Dataset, tokenizer: PromptTokenizer) -> Dataset:
         new_fingerprint=hashlib.sha256(os.urandom(16)).hexdigest()[:16],
         desc="Tokenising prompts",
     )
+
+
+def _kind(prompt: Prompt) -> str:
+    return "text" if isinstance(prompt, str) else "a list of messages"
 
 
 def tokenized_with_cache(rows: Dataset, tokenizer: PromptTokenizer, directory: Path) -> tuple[Dataset, str]:

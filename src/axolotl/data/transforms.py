@@ -128,6 +128,7 @@ class _Guarded:
         self._passes_index = passes_index
         self._index_at = -2 if has_rank else -1
         self._is_batched = is_batched
+        self._keys: set[str] | None = None
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         given = list(arguments)
@@ -144,7 +145,21 @@ class _Guarded:
                 code="E-DAT-03",
                 do="return a dict with `prompt` and the columns that the rewards need",
             )
+        if isinstance(made, Mapping) and not self._is_batched:
+            self._check_keys(set(made), row)
         return made
+
+    def _check_keys(self, keys: set[str], row: int) -> None:
+        """The table has the columns of the first row: further ones would be lost without a word."""
+        if self._keys is None:
+            self._keys = keys
+        if keys != self._keys:
+            raise DataError(
+                f"{self._path} returned other keys for row {row} than before it",
+                code="E-DAT-03",
+                why=f"[{', '.join(sorted(keys))}], earlier [{', '.join(sorted(self._keys))}]",
+                do="return the same keys for every row, with None where there is no value",
+            )
 
     def _failure(self, error: Exception, row: Any) -> DataError:
         is_column = isinstance(error, KeyError) and error.args and error.args[0] not in self._columns
