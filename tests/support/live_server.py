@@ -10,11 +10,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import uvicorn
 
 from axolotl.serving.app import ServerState, build_app
 from axolotl.serving.client import ServerClient
 from axolotl.serving.engines.protocol import Engine
+from axolotl.serving.server_file import ServerFile, write_server_file
 
 TOKEN = "test-token"
 START_TIMEOUT_S = 120.0
@@ -30,7 +32,7 @@ class LiveServer:
     state: ServerState | None = None
 
     def client(self, timeout_s: float = 60.0) -> ServerClient:
-        return ServerClient(self.url, self.sync_dir, timeout_s)
+        return ServerClient(self.url, self.sync_dir, timeout_s, transport=httpx.HTTPTransport(verify=False))
 
     @property
     def headers(self) -> dict[str, str]:
@@ -46,8 +48,6 @@ def live_server(
     max_held: int = 3,
 ) -> Iterator[LiveServer]:
     """Serve until the block ends. `create_engine` runs on the server's event loop; None leaves it loading for ever."""
-    from axolotl.serving.server_file import ServerFile, write_server_file
-
     state = ServerState(instance_id=instance_id, token=TOKEN, sync_dir=sync_dir, max_held=max_held)
     listener = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"

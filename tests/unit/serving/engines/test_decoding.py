@@ -92,7 +92,7 @@ def test_first_tokens_have_the_models_probabilities(model: LlamaForCausalLM) -> 
         torch.tensor([c.ids[0] for group in groups for c in group.completions]), minlength=VOCAB_SIZE
     )
     observed = torch.cat([drawn[top.indices], (count - drawn[top.indices].sum())[None]])
-    expected = torch.cat([top.values, 1 - top.values.sum(keepdim=True)]) * count
+    expected = torch.cat([top.values, 1 - top.values.sum(0, keepdim=True)]) * count
     assert ((observed - expected) ** 2 / expected).sum() < 26.1
 
 

@@ -1,0 +1,90 @@
+"""An engine without a model: tokens are a function of seed, position and adapter version, and requests can be held."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+from axolotl.serving.engines.protocol import EngineName, EngineRejects
+from axolotl.serving.engines.sampling import stop_rule
+from axolotl.serving.manifest import ADAPTER_FILES
+from axolotl.serving.wire import Completion, Fingerprint, Group, Sampling
+
+FAKE_FINGERPRINT = Fingerprint(
+    base_model="fake", config="c1", tokenizer="t1", weights="w1", summary={"vocab_size": 100, "hidden_size": 8}
+)
+
+
+class FakeEngine:
+    """calls: what was asked of it, in order. gate: `generate` waits for it, so a test decides when a request ends.
+
+    The log-prob of a token under version v is `-(1 + v + token / 100)`.
+    """
+
+    name: EngineName = "transformers"
+    dtype = "float32"
+    max_model_len = 64
+    vocab_size = 100
+
+    def __init__(self, *, max_lora_rank: int | None = 16, fingerprint: Fingerprint = FAKE_FINGERPRINT) -> None:
+        self.fingerprint = fingerprint
+        self.max_lora_rank = max_lora_rank
+        self.num_modules = 4
+        self.calls: list[str] = []
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.started = asyncio.Event()
+        self.fault: Exception | None = None
+
+    async def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        seeds: Sequence[Sequence[int]],
+        adapter_version: int,
+    ) -> list[Group]:
+        stop_rule(sampling, frozenset())
+        self.calls.append(f"generate v{adapter_version}")
+        self.started.set()
+        await self.gate.wait()
+        if self.fault is not None:
+            raise self.fault
+        return [
+            Group(index=index, completions=[self._completion(seed, sampling, adapter_version) for seed in row])
+            for index, row in enumerate(seeds)
+        ]
+
+    async def score(
+        self,
+        prompts: Sequence[Sequence[int]],
+        tokens: Sequence[Sequence[int]],
+        temperature: float,
+        adapter_version: int,
+    ) -> list[list[float]]:
+        self.calls.append(f"score v{adapter_version}")
+        return [[self._logprob(token, adapter_version) for token in row] for row in tokens]
+
+    async def load_adapter(self, version: int, directory: Path) -> int:
+        if not all((directory / name).is_file() for name in ADAPTER_FILES):
+            raise EngineRejects("files are missing")
+        if (directory / "adapter_model.safetensors").read_bytes() == b"bad":
+            raise EngineRejects("the tensors are bad")
+        self.calls.append(f"load v{version}")
+        return self.num_modules
+
+    async def unload_adapter(self, version: int) -> None:
+        self.calls.append(f"unload v{version}")
+
+    async def reset(self) -> None:
+        self.calls.append("reset")
+
+    async def close(self) -> None:
+        self.calls.append("close")
+
+    def _completion(self, seed: int, sampling: Sampling, version: int) -> Completion:
+        ids = [(seed + position + version) % self.vocab_size for position in range(sampling.max_tokens)]
+        return Completion(ids=ids, logprobs=[self._logprob(token, version) for token in ids], finish_reason="length")
+
+    def _logprob(self, token: int, version: int) -> float:
+        return float("nan") if token == 99 else -(1 + version + token / 100)

@@ -1,0 +1,28 @@
+"""Published adapter directories for server tests."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from axolotl.serving.manifest import write_manifest
+from tests.support.tiny_model import make_random_adapter
+
+
+def publish_fake(sync_dir: Path, run_id: str, version: int, *, rank: int = 8, weights: bytes | None = None) -> str:
+    """Files that only the fake engine takes for an adapter; returns the manifest's digest."""
+    directory = sync_dir / "adapters" / run_id / f"v{version}"
+    directory.mkdir(parents=True)
+    (directory / "adapter_config.json").write_text("{}")
+    (directory / "adapter_model.safetensors").write_bytes(weights if weights is not None else b"weights %d" % version)
+    return write_manifest(directory, version=version, rank=rank)
+
+
+def publish_random(sync_dir: Path, run_id: str, version: int, model: Path, *, rank: int = 8) -> str:
+    """A random adapter of the model in `model`, different for each version; returns the manifest's digest."""
+    directory = sync_dir / "adapters" / run_id / f"v{version}"
+    scratch = make_random_adapter(model, directory.parent / f".tmp-v{version}", rank=rank, seed=version)
+    (scratch / "README.md").unlink(missing_ok=True)
+    digest = write_manifest(scratch, version=version, rank=rank)
+    shutil.move(scratch, directory)
+    return digest
