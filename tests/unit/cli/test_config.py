@@ -53,8 +53,8 @@ def test_what_is_missing(problems):
         "c.yaml datasets: is required: list at least one data set with its path",
         "c.yaml trl.reward_funcs: is required: list at least one reward function, such as rewards.accuracy_reward",
         "c.yaml micro_batch_size: micro_batch_size 1 x gradient_accumulation_steps 1 = 1 completions, not a multiple "
-        "of trl.num_generations 8 (every process trains on whole groups). Nearest valid: gradient_accumulation_steps 8, "
-        "or micro_batch_size 8",
+        "of trl.num_generations 8 (every process trains on whole groups). Nearest valid: gradient_accumulation_steps "
+        "8, or micro_batch_size 8",
     )
 
 

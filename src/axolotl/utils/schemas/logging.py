@@ -9,7 +9,6 @@ from pydantic import BeforeValidator
 from axolotl.utils.schemas.base import Options, option
 from axolotl.utils.schemas.scalars import AsWord, Bool, Number, Text, read_text_or_list
 
-
 Reporter = Literal["wandb", "tensorboard", "trackio", "none"]
 
 
