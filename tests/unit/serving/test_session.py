@@ -1,0 +1,107 @@
+"""Who may have the server: rules over a clock and a process table made by hand."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from axolotl.serving.adapters import AdapterRegistry
+from axolotl.serving.refusals import Refusal
+from axolotl.serving.session import Session, process_started
+from axolotl.serving.wire import SessionRequest
+from tests.fakes.engine import FAKE_FINGERPRINT, FakeEngine
+
+
+class World:
+    """One session on host `here`; `processes` maps the pids that live there to their start times."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        self.now = 0.0
+        self.processes = {10: 1.0, 20: 2.0}
+        self.engine = FakeEngine()
+        registry = AdapterRegistry(self.engine, tmp_path, instance_id="a", max_held=3)
+        self.session = Session(
+            registry,
+            FAKE_FINGERPRINT,
+            clock=lambda: self.now,
+            started=lambda host, pid: self.processes.get(pid) if host == "here" else None,
+        )
+
+    def claim(self, run_id: str, pid: int, *, host: str = "here", **options: object) -> None:
+        request = SessionRequest(run_id=run_id, host=host, pid=pid, fingerprint=FAKE_FINGERPRINT, **options)
+        asyncio.run(self.session.claim(request))
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+def test_a_live_process_keeps_it_however_long_it_is_silent(world: World) -> None:
+    world.claim("first", 10)
+    world.now = 10_000
+    with pytest.raises(Refusal, match="in use by run first") as refusal:
+        world.claim("second", 20)
+    assert refusal.value.body.why == "host here, pid 10, last seen 10000 s ago"
+    assert world.session.run_id == "first"
+
+
+def test_a_dead_process_loses_it_at_once(world: World) -> None:
+    world.claim("first", 10)
+    del world.processes[10]
+    world.claim("second", 20)
+    assert world.session.run_id == "second"
+
+
+def test_a_pid_that_was_given_to_another_process_is_dead(world: World) -> None:
+    world.claim("first", 10)
+    world.processes[10] = 99.0
+    world.claim("second", 20)
+    assert world.session.run_id == "second"
+
+
+def test_a_holder_elsewhere_keeps_it_while_it_is_active(world: World) -> None:
+    world.claim("first", 10, host="there")
+    world.now = 50
+    world.session.touch()
+    world.now = 109
+    with pytest.raises(Refusal):
+        world.claim("second", 20)
+    world.now = 111
+    world.claim("second", 20)
+    assert world.session.run_id == "second"
+
+
+def test_the_same_process_may_start_another_run(world: World) -> None:
+    world.claim("first", 10)
+    world.claim("second", 10)
+    assert world.session.run_id == "second"
+
+
+def test_a_new_run_resets_and_a_renewal_does_so_only_when_asked(world: World) -> None:
+    world.claim("first", 10)
+    world.claim("first", 10, reset=False)
+    assert world.engine.calls == ["reset"]
+    world.claim("first", 10)
+    assert world.engine.calls == ["reset", "reset"]
+
+
+def test_only_the_holder_releases(world: World) -> None:
+    world.claim("first", 10)
+    world.claim("second", 20, release=True)
+    assert world.session.run_id == "first"
+    world.claim("first", 10, release=True)
+    assert world.session.run_id is None
+    world.claim("second", 20)
+
+
+def test_processes_of_this_machine() -> None:
+    import os
+    import socket
+
+    assert process_started(socket.gethostname(), os.getpid()) == process_started(socket.gethostname(), os.getpid())
+    assert process_started(socket.gethostname(), os.getpid()) is not None
+    assert process_started("elsewhere", os.getpid()) is None
+    assert process_started(socket.gethostname(), 2**22 + 1) is None
