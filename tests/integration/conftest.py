@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
+import socket
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import uvicorn
 
+from axolotl.serving.app import ServerState, build_app
+from axolotl.serving.server_file import ServerFile, write_server_file
+from tests.support.live_server import TOKEN, LiveServer
 from tests.support.loop_thread import LoopThread
 from tests.support.tiny_model import make_random_adapter, make_tiny_model
 
@@ -50,8 +58,6 @@ class RunningEngine:
 @pytest.fixture(scope="module")
 def vllm_engine(tiny_model: Path) -> Iterator[RunningEngine]:
     """One vLLM engine a module: starting one takes most of a minute."""
-    import time
-
     from axolotl.serving.engines.protocol import EngineSettings
     from axolotl.serving.engines.vllm import VLLMEngine
 
@@ -75,3 +81,28 @@ def vllm_engine(tiny_model: Path) -> Iterator[RunningEngine]:
             loop.run(engine.close())
     finally:
         loop.close()
+
+
+@contextmanager
+def serve_on_loop(running: RunningEngine, sync_dir: Path) -> Iterator[LiveServer]:
+    """The app over an engine that lives already, on the engine's own loop."""
+    state = ServerState(instance_id="instance-vllm", token=TOKEN, sync_dir=sync_dir, max_held=3)
+    state.ready(running.engine)
+    listener = socket.create_server(("127.0.0.1", 0))
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    server = uvicorn.Server(uvicorn.Config(build_app(state), log_level="warning", lifespan="off"))
+
+    async def start() -> asyncio.Task[None]:
+        return asyncio.create_task(server.serve(sockets=[listener]))
+
+    async def finish(serving: asyncio.Task[None]) -> None:
+        await asyncio.wait_for(serving, 30)
+
+    serving = running.loop.run(start())
+    try:
+        write_server_file(sync_dir, ServerFile(url=url, pid=1, started=0.0, instance_id=state.instance_id, token=TOKEN))
+        yield LiveServer(url, TOKEN, sync_dir, state)
+    finally:
+        server.should_exit = True
+        running.loop.run(finish(serving))
+        listener.close()

@@ -1,4 +1,7 @@
-"""The vLLM engine itself, in this process, against transformers and PEFT on the same weights."""
+"""The vLLM engine in this process, against transformers and PEFT on the same weights; then a server over it.
+
+One engine serves the whole file, since starting one takes most of a minute; the last test kills it.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import asyncio
 import json
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,9 @@ from safetensors.torch import load_file, save_file
 from axolotl.errors import ServerError
 from axolotl.serving.engines.protocol import EngineRejects
 from axolotl.serving.wire import Completion, Group, Sampling
-from tests.integration.conftest import RunningEngine
+from tests.integration.conftest import RunningEngine, serve_on_loop
+from tests.support.adapters import publish_random
+from tests.support.protocol_suite import ProtocolSuite, Subject
 from tests.support.reference import load_reference, reference_logprobs
 from tests.support.tiny_model import make_random_adapter, make_tiny_tokenizer
 
@@ -372,6 +377,26 @@ def test_cancelled_requests_leave_the_engine_free(clean: RunningEngine) -> None:
                     await asyncio.sleep(0.05)
 
     clean.loop.run(cancel_midway())
+
+
+@pytest.fixture(scope="module")
+def subject(
+    vllm_engine: RunningEngine, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Subject]:
+    sync_dir = tmp_path_factory.mktemp("sync")
+    vllm_engine.loop.run(vllm_engine.engine.reset())
+    with serve_on_loop(vllm_engine, sync_dir) as server:
+        yield Subject(
+            server=server,
+            fingerprint=vllm_engine.engine.fingerprint,
+            max_model_len=128,
+            publish=lambda run_id, version: publish_random(sync_dir, run_id, version, tiny_model),
+            tolerance=1e-3,
+        )
+
+
+class TestVLLMServer(ProtocolSuite):
+    pass
 
 
 def test_a_dead_engine_is_an_error_and_leaves_no_process(vllm_engine: RunningEngine) -> None:
