@@ -40,7 +40,8 @@ def limit_lengths(rows: Dataset, column: str, limit: int, policy: Policy) -> tup
 def _truncated(rows: Dataset, column: str, limit: int) -> Dataset:
     features = rows.features
     return rows.map(
-        lambda batch: {column: [ids[-limit:] for ids in batch[column]]},
+        lambda batch: {column: [ids[-limit:] for ids in batch]},
+        input_columns=[column],
         batched=True,
         features=features,
         keep_in_memory=True,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -40,7 +40,9 @@ class PromptTokenizer:
         the opening of the assistant's turn."""
         is_text = isinstance(prompts[0], str)
         texts = [self._rendered(prompt, first_row + i) for i, prompt in enumerate(prompts)]
-        encoded = self.tokenizer(texts, add_special_tokens=is_text, verbose=False)["input_ids"]
+        encoded = self.tokenizer(texts, add_special_tokens=is_text, return_attention_mask=False, verbose=False)[
+            "input_ids"
+        ]
         for i, ids in enumerate(encoded):
             if not ids:
                 raise DataError(f"row {first_row + i}: `prompt` is empty: it has no tokens", code="E-DAT-03")
@@ -104,7 +106,7 @@ def tokenized(rows: Dataset, tokenizer: PromptTokenizer) -> Dataset:
         remove_columns=["prompt"],
         features=_FEATURES,
         keep_in_memory=True,
-        new_fingerprint=hashlib.sha256(os.urandom(16)).hexdigest()[:16],
+        new_fingerprint=secrets.token_hex(8),
         desc="Tokenising prompts",
     )
 

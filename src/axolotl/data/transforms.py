@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -52,8 +53,14 @@ def apply_transform(
         has_rank=bool(arguments.get("with_rank", False)),
         is_batched=bool(arguments.get("batched", False)),
     )
-    # Nothing is kept on disk: datasets tells a changed function by its own code, not by the code it calls.
-    settings = {"keep_in_memory": "cache_file_name" not in arguments, "load_from_cache_file": False, **arguments}
+    # Nothing is kept on disk: datasets tells a changed function by its own code, not by the code it calls. A name of
+    # our own for the result spares it hashing the tokenizer.
+    settings = {
+        "keep_in_memory": "cache_file_name" not in arguments,
+        "load_from_cache_file": False,
+        "new_fingerprint": secrets.token_hex(8),
+        **arguments,
+    }
     try:
         return rows.map(guarded, with_indices=True, fn_kwargs=fn_arguments, **settings)
     except DataError:
