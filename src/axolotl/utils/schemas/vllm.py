@@ -43,6 +43,6 @@ class VllmConfig(Options):
     trust_remote_code: Bool | None = option(
         None, "Let the model's repository run code on the server; the top-level setting when unset."
     )
-    reasoning_parser: Text | None = option(None, "vLLM's parser that separates reasoning from the answer.")
+    reasoning_parser: Text | None = option(None, "Parser of vLLM that separates reasoning from the answer.")
     serve_module: Text | None = option(None, "Another module whose `main` serves the same protocol instead of ours.")
     worker_extension_cls: Text | None = option(None, "Accepted for older configs; this server needs none.")

@@ -1,0 +1,113 @@
+import pytest
+
+from axolotl.cli.config import config_from_mapping
+from axolotl.utils.schemas.availability import TRAINING, not_available
+from axolotl.utils.schemas.config import AxolotlConfig
+from axolotl.utils.schemas.resolve import resolve
+
+BASE = {"base_model": "m", "rl": "grpo", "micro_batch_size": 8, "datasets": [{"path": "a"}]}
+
+
+def make(trl=None, vllm=None, **options):
+    return config_from_mapping({**BASE, **options, "trl": {"reward_funcs": ["r.f"], **(trl or {})}, "vllm": vllm or {}})
+
+
+@pytest.fixture(autouse=True)
+def one_process(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "shown"),
+    [
+        ("lora_bias", "all", "all"),
+        ("lora_model_dir", "a/b", "a/b"),
+        ("streaming", True, "true"),
+        ("fp8", True, "true"),
+        ("gradient_checkpointing", "offload", "offload"),
+        ("early_stopping_patience", 3, "3"),
+        ("fsdp", ["full_shard"], '["full_shard"]'),
+        ("fsdp_config", {"a": 1}, "{a: 1}"),
+        ("deepspeed", "zero3.json", "zero3.json"),
+    ],
+)
+def test_top_level_options_that_come_later(option, value, shown):
+    (line,) = not_available(make(**{option: value}), "train")
+    assert line.startswith(f"not available yet: {option}: {shown} (")
+    assert not_available(make(**{option: value}), "vllm-serve") == []
+
+
+def test_every_row_says_what_to_do_instead():
+    assert all(row.instead for row in TRAINING)
+
+
+def test_no_default_is_refused():
+    assert not_available(make(), "train") == []
+    written_out = config_from_mapping(
+        {
+            name: value
+            for name, value in resolve(AxolotlConfig(**BASE, trl={"reward_funcs": ["r.f"]})).model_dump().items()
+            if name != "special_tokens"
+        }
+    )
+    assert not_available(written_out, "train") == []
+
+
+@pytest.mark.parametrize(
+    ("trl", "options", "is_refused"),
+    [
+        ({"use_vllm": True}, {}, True),
+        ({"use_vllm": True}, {"adapter": "lora"}, True),
+        ({"use_vllm": True, "vllm_lora_sync": True}, {"adapter": "lora"}, False),
+        ({}, {}, False),
+        ({}, {"adapter": "lora"}, False),
+    ],
+)
+def test_a_server_that_never_gets_the_weights_is_not_possible(trl, options, is_refused):
+    lines = not_available(make(trl, **options), "train")
+    assert [line.startswith("not available yet: trl.use_vllm: true") for line in lines] == [True] * is_refused
+
+
+@pytest.mark.parametrize(("prompts", "is_refused"), [(1, True), (2, False), (4, True)])
+def test_a_generation_batch_is_that_of_one_step(prompts, is_refused):
+    config = make({"generation_batch_size": prompts, "num_generations": 4})
+    assert bool(not_available(config, "train")) is is_refused
+
+
+@pytest.mark.parametrize(("workers", "is_refused"), [(0, False), (1, False), (2, True)])
+def test_reward_workers(workers, is_refused):
+    assert bool(not_available(make({"reward_num_workers": workers}), "train")) is is_refused
+
+
+def test_reward_models(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "judge").mkdir()
+    assert not_available(make({"reward_funcs": ["pkg.module.f"]}), "train") == []
+    for model in ("org/reward-model", "judge"):
+        (line,) = not_available(make({"reward_funcs": ["r.f", model]}), "train")
+        assert model in line
+
+
+@pytest.mark.parametrize(("world", "is_refused"), [("1", False), ("", False), ("2", True)])
+def test_several_processes(monkeypatch, world, is_refused):
+    monkeypatch.setenv("WORLD_SIZE", world)
+    assert bool(not_available(make(), "train")) is is_refused
+    assert not_available(make(), "vllm-serve") == []
+
+
+@pytest.mark.parametrize(
+    "trl",
+    [
+        {"beta": 0.1},
+        {"loss_type": "grpo", "epsilon": 0.1, "epsilon_high": 0.3, "scale_rewards": False},
+        {"vllm_importance_sampling_correction": False, "importance_sampling_level": "sequence"},
+        {"vllm_importance_sampling_mode": "sequence_truncate", "vllm_importance_sampling_cap": 2.0},
+        {"off_policy_mask_threshold": 0.5, "use_bias_correction_kl": False},
+        {"mask_truncated_completions": True, "log_completions": True, "num_completions_to_print": 2},
+        {"multi_objective_aggregation": "normalize_then_sum", "use_data_producer": True, "vllm_sync_interval": 5},
+        {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1},
+        {"skip_zero_advantage_batches": True, "prefetch_depth": 1, "num_iterations": 1},
+    ],
+)
+def test_what_works_now_is_not_refused(trl):
+    assert not_available(make(trl, val_set_size=0.1), "train") == []
