@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import uuid
+import warnings
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,6 +62,13 @@ def _prepare_environment(config: AxolotlConfig) -> None:
     # No call home that the user did not configure.
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # TRL imports vLLM where it is installed; we do not use it through TRL, so what they say to each other is noise.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    warnings.filterwarnings("ignore", message="TRL currently supports vLLM versions")
+    if not sys.stderr.isatty():
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bar()  # type: ignore[no-untyped-call]
     from axolotl.core.trainers.grpo.args import reporter_environment
 
     os.environ.update(reporter_environment(config))

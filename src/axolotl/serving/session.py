@@ -72,7 +72,7 @@ class Session:
         """Give the server to a run, or renew or release its claim. Raises a 409 `Refusal` otherwise."""
         async with self._lock:
             if request.release:
-                await self._release(request.run_id)
+                self._release(request.run_id)
                 return
             unequal = differences(self._fingerprint, request.fingerprint)
             if unequal:
@@ -103,10 +103,10 @@ class Session:
                 do="claim it first",
             )
 
-    async def _release(self, run_id: str) -> None:
+    def _release(self, run_id: str) -> None:
+        """Free the server. The last policy stays until the next claim: people ask it what the run has learnt."""
         if self.run_id == run_id:
             self._holder = None
-            await self._registry.reset()
 
     def _check_free(self, request: SessionRequest) -> None:
         holder = self._holder

@@ -1,0 +1,93 @@
+"""`axolotl train` without a server, called through its entry point inside this process to save the imports."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from axolotl.cli.main import main
+from tests.support.project import make_project, metrics
+
+
+@pytest.fixture
+def project(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    make_project(tmp_path, tiny_model)
+    return tmp_path
+
+
+def adapter(directory: Path) -> dict[str, torch.Tensor]:
+    return load_file(directory / "adapter_model.safetensors")
+
+
+def equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def test_a_run_writes_what_it_promises(project: Path) -> None:
+    assert main(["train", "config.yaml"]) == 0
+    out = project / "out"
+    steps = metrics(out)
+    assert [entry["step"] for entry in steps] == [1, 2]
+    wanted = {"reward", "reward_std", "rewards/vowels/mean", "completions/mean_length", "entropy", "grad_norm", "num_tokens"}
+    assert wanted <= steps[0].keys()
+    assert any(value.abs().max() > 0 for name, value in adapter(out).items() if "lora_B" in name)
+    assert not (out / "last_error.json").exists()
+
+
+def test_a_second_run_needs_a_decision_and_overwrite_keeps_foreign_files(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "config.yaml"]) == 0
+    (project / "out" / "notes.txt").write_text("mine")
+    assert main(["train", "config.yaml"]) == 2
+    assert "E-CFG-30" in capsys.readouterr().err
+    assert main(["train", "config.yaml", "--overwrite"]) == 0
+    assert (project / "out" / "notes.txt").read_text() == "mine"
+    assert [entry["step"] for entry in metrics(project / "out")] == [1, 2]
+
+
+def test_resume_goes_on_as_if_nothing_had_happened(project: Path) -> None:
+    assert main(["train", "config.yaml", "--max_steps", "4", "--output_dir", "whole"]) == 0
+    arguments = ["train", "config.yaml", "--output_dir", "parts", "--save_steps", "2", "--save_strategy", "steps"]
+    assert main([*arguments, "--max_steps", "2"]) == 0
+    assert main([*arguments, "--max_steps", "4", "--resume"]) == 0
+    assert equal(adapter(project / "whole"), adapter(project / "parts"))
+    assert [entry["step"] for entry in metrics(project / "parts")] == [1, 2, 3, 4]
+    assert metrics(project / "parts")[3]["reward"] == metrics(project / "whole")[3]["reward"]
+
+
+def test_resume_without_a_checkpoint_says_so(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "config.yaml", "--resume"]) == 2
+    assert "there is no checkpoint in out" in capsys.readouterr().err
+
+
+def test_evaluation_goes_through_the_same_path(project: Path) -> None:
+    assert main(["train", "config.yaml", "--val_set_size", "0.25", "--eval_steps", "2", "--eval_strategy", "steps"]) == 0
+    lines = (project / "out" / "metrics.jsonl").read_text()
+    assert '"eval_reward"' in lines and '"eval_rewards/vowels/mean"' in lines
+
+
+def test_full_fine_tuning_in_process(project: Path, tiny_model: Path) -> None:
+    assert main(["train", "config.yaml", "--adapter", "null", "--learning_rate", "1e-3"]) == 0
+    trained, base = (load_file(place / "model.safetensors") for place in (project / "out", tiny_model))
+    assert any(not torch.equal(trained[name], base[name]) for name in base)
+
+
+@pytest.mark.parametrize("option", ["--trl.beta=0.1", "--bf16=true", "--gradient_checkpointing=true"])
+def test_options_run(option: str, project: Path) -> None:
+    assert main(["train", "config.yaml", "--max_steps", "1", option]) == 0
+    (step,) = metrics(project / "out")
+    assert ("kl" in step) == option.startswith("--trl.beta")
+
+
+def test_completions_are_logged_when_asked(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--trl.log_completions", "true", "--trl.num_completions_to_print", "2", "--max_steps", "1"]
+    assert main(["train", "config.yaml", *arguments]) == 0
+    assert "What is" in capsys.readouterr().out
+    assert list((project / "out" / "completions").glob("*.parquet"))
+    assert main(["train", "config.yaml", *arguments, "--overwrite"]) == 0
