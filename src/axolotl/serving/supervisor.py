@@ -83,7 +83,7 @@ class ManagedServer:
         """
         assert self._process is None, "already started"
         address = httpx.URL(self.url)
-        ports.check_free(address.host, address.port or 80)
+        ports.check_free(address.host, 80 if address.port is None else address.port)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         launcher = [sys.executable, "-m", "axolotl.serving.launcher", str(os.getpid()), *self._command]
         with self.log_path.open("wb") as log:
