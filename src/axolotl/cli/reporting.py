@@ -27,6 +27,8 @@ def exit_code_of(action: Callable[[], None], *, only_prints: Callable[[], bool])
         action()
         sys.stdout.flush()
     except AxolotlError as error:
+        if isinstance(error, InternalError):
+            traceback.print_exception(error)
         print_report(error)
         return error.exit_code
     except KeyboardInterrupt:

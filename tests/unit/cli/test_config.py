@@ -1,12 +1,13 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from axolotl.cli.config import config_from_mapping, dump_config, load_config
 from axolotl.cli.source import read_tree
 from axolotl.errors import ConfigError
+from axolotl.utils.schemas.legacy import RENAMED
 from axolotl.utils.schemas.scalars import read_free, read_text
 from tests.unit.cli.conftest import MINIMAL
 
@@ -142,6 +143,27 @@ class TestOverrides:
         assert caught.value.details == ("--dryrun: unknown key. Did you mean dry_run?",)
 
 
+class TestAnyInput:
+    """Whatever is written, it is a config or a `ConfigError`."""
+
+    VALUES = st.sampled_from(
+        ["true", "~", "[]", "{}", "[1, x]", "{a: 1}", "-1", "0", ".nan", "''", "|", "*a", "!t", "017", "9" * 30, "- a"]
+    )
+    KEYS = st.sampled_from(
+        "rl trl vllm datasets seed special_tokens reward_funcs gc_steps lr_scheduler_type plugins".split(" ")  # noqa: SIM905
+    )
+
+    @given(st.lists(st.tuples(KEYS, VALUES), max_size=4), st.lists(st.tuples(KEYS, VALUES), max_size=2))
+    @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    def test_it_is_read_or_refused(self, config_file, lines, overrides):
+        path = config_file(MINIMAL + "".join(f"{key}: {value}\n" for key, value in lines))
+        try:
+            loaded = load_config(path, [(f"trl.{key}", value) for key, value in overrides])
+        except ConfigError:
+            return
+        assert loaded.config.base_model == "some/model"
+
+
 class TestPublicConfigs:
     """Configs that other people wrote; each key of them either counts, or is warned about with its line."""
 
@@ -208,6 +230,11 @@ def _same(value, text):
 
 
 class TestLegacy:
+    def test_every_older_name_is_tried_below(self):
+        tried = {line for line in Path(__file__).read_text().splitlines() if "lambda config" in line}
+        for old in RENAMED:
+            assert any(f" {old[-1]}: " in line or f'"{old[-1]}: ' in line for line in tried), old
+
     def test_both_spellings_are_one_too_many(self, problems):
         text = MINIMAL + "lr_scheduler: cosine\nlr_scheduler_type: linear\n"
         message = "is an older name of lr_scheduler, which is set too; keep one of them"
@@ -229,6 +256,32 @@ class TestLegacy:
             "c.yaml:9 gc_steps: has no effect here",
             "c.yaml:10 vllm.enable_reasoning: has no effect here",
         )
+
+    @pytest.mark.parametrize(
+        ("line", "read"),
+        [
+            ("lr_scheduler_type: linear", lambda config: config.lr_scheduler == "linear"),
+            ("rl_beta: 0.04", lambda config: config.trl.beta == 0.04),
+            ("revision: 1.10", lambda config: config.revision_of_model == "1.10"),
+            ("deepspeed_config_path: z.json", lambda config: config.deepspeed == "z.json"),
+            ("chat_template_jinja: '{{ 1 }}'", lambda config: config.chat_template == "{{ 1 }}"),
+            ("noisy_embedding_alpha: 5", lambda config: config.neftune_noise_alpha == 5),
+            ("  vllm_gpu_memory_utilization: 0.3", lambda config: config.vllm.gpu_memory_utilization == 0.3),
+            ("  vllm_max_model_len: 600", lambda config: config.vllm.max_model_len == 600),
+            ("  vllm_max_model_length: 600", lambda config: config.vllm.max_model_len == 600),
+            ("  vllm_tensor_parallel_size: 2", lambda config: config.vllm.tensor_parallel_size == 2),
+            ("  vllm_dtype: float16", lambda config: config.vllm.dtype == "float16"),
+            ("  vllm_device: cpu", lambda config: config.vllm.device == "cpu"),
+            ("  vllm_structured_outputs_regex: a+", lambda config: config.trl.vllm_guided_decoding_regex == "a+"),
+            ("  max_prompt_length: 99", lambda config: config.sequence_len == 99),
+        ],
+    )
+    def test_an_older_name_counts_and_is_named_once(self, load, line, read):
+        loaded = load(MINIMAL + line + "\n")
+        assert read(loaded.config)
+        (warning,) = loaded.warnings
+        assert warning.startswith("c.yaml:8 ")
+        assert line.split(":")[0].strip() in warning
 
     def test_keys_of_plugins(self, problems):
         text = MINIMAL + "liger_rope: true\ncut_cross_entropy: true\n"

@@ -13,7 +13,7 @@ from axolotl import __version__
 from axolotl.cli import help_text
 from axolotl.cli.invocation import OWN_FLAGS
 from axolotl.cli.main import main
-from axolotl.errors import AxolotlError, DataError
+from axolotl.errors import AxolotlError, DataError, InternalError
 from tests.unit.cli.conftest import MINIMAL
 
 
@@ -132,6 +132,12 @@ def test_a_bug_shows_its_traceback_and_asks_for_a_report(trained, config_file, t
     assert "ERROR E-INT-01  RuntimeError: boom\n" in err
     assert err.splitlines()[-1].startswith("  do     please report it")
     assert json.loads((tmp_path / "out" / "last_error.json").read_text())["exit_code"] == 1
+
+
+def test_a_broken_invariant_of_ours_shows_its_traceback_too(trained, config_file, capsys):
+    trained.error = InternalError("the totals do not balance")
+    assert main(["train", str(config_file(MINIMAL))]) == 1
+    assert "Traceback" in capsys.readouterr().err
 
 
 def test_no_output_directory_no_file(trained, config_file, tmp_path):

@@ -51,10 +51,10 @@ class TRLConfig(Options):
         None, "Seconds to wait for a server that gives no sign of life or progress.", null_means=300, ge=1
     )
     num_generations: Int | None = option(
-        None, "Completions sampled for each prompt: the group whose rewards are compared.", null_means=8
+        None, "Completions sampled for each prompt: the group whose rewards are compared.", null_means=8, le=1024
     )
     num_generations_eval: Int | None = option(
-        None, "Completions sampled for each prompt of an evaluation; `num_generations` when unset.", ge=1
+        None, "Completions sampled for each prompt of an evaluation; `num_generations` when unset.", ge=1, le=1024
     )
     generation_batch_size: Int | None = option(
         None, "Prompts that are generated together; by default the prompts of one optimizer step.", ge=1
