@@ -25,8 +25,8 @@ class Block:
 
 def pages() -> list[Path]:
     found = sorted(ROOT.glob("*.md"))
-    for folder in ("docs", "examples"):
-        found += sorted(path for path in (ROOT / folder).rglob("*") if path.suffix in (".md", ".qmd"))
+    found += sorted(path for path in (ROOT / "docs").rglob("*") if path.suffix in (".md", ".qmd"))
+    found += sorted((ROOT / "examples").glob("*/*.md"))  # not deeper: runs leave model cards in their output
     return found
 
 
