@@ -13,6 +13,8 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -55,12 +57,14 @@ def main(config: AxolotlConfig, base_dir: Path) -> None:
         state = ServerState(
             instance_id=secrets.token_hex(8), token=new_token(), sync_dir=directory, max_held=max_adapters(config)
         )
-        _publish(state, url)
-        try:
-            _announce(host, url, directory)
-            _Server(config, base_dir, state, listener).run()
-        finally:
-            remove_server_file(directory, state.instance_id)
+        server = _Server(config, base_dir, state, listener)
+        with _stopped_by_signals(server):
+            _publish(state, url)
+            try:
+                _announce(host, url, directory)
+                server.run()
+            finally:
+                remove_server_file(directory, state.instance_id)
 
 
 def _publish(state: ServerState, url: str) -> None:
@@ -102,19 +106,8 @@ class _Server:
     engine: Engine | None = None
     problem: AxolotlError | None = None
 
-    def run(self) -> None:
-        """Returns after a clean stop, raises when the engine did not start."""
-        previous = {number: signal.signal(number, _ignore) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            asyncio.run(self._serve())
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
-        if self.problem is not None:
-            raise self.problem
-
-    async def _serve(self) -> None:
-        server = uvicorn.Server(
+    def __post_init__(self) -> None:
+        self._http = uvicorn.Server(
             uvicorn.Config(
                 build_app(self.state),
                 access_log=False,
@@ -126,8 +119,20 @@ class _Server:
                 ws="none",
             )
         )
-        loading = asyncio.create_task(self._load(server))
-        await server.serve(sockets=[self.listener])
+
+    def stop(self) -> None:
+        """Stop serving, or not begin it."""
+        self._http.should_exit = True
+
+    def run(self) -> None:
+        """Returns after a clean stop, raises when the engine did not start."""
+        asyncio.run(self._serve())
+        if self.problem is not None:
+            raise self.problem
+
+    async def _serve(self) -> None:
+        loading = asyncio.create_task(self._load())
+        await self._http.serve(sockets=[self.listener])
         loading.cancel()
         _, unfinished = await asyncio.wait([loading], timeout=LOAD_STOP_S)
         if self.engine is not None:
@@ -137,7 +142,7 @@ class _Server:
             remove_server_file(self.state.sync_dir, self.state.instance_id)
             os._exit(0)
 
-    async def _load(self, server: uvicorn.Server) -> None:
+    async def _load(self) -> None:
         """Bring the engine up; on failure leave the reason on `/health/` for a moment and stop."""
         started = time.monotonic()
         try:
@@ -148,7 +153,7 @@ class _Server:
             self.problem = start_failure(error)
             self.state.failed(self.problem.why or self.problem.what)
             await asyncio.sleep(FAILED_LINGER_S)
-            server.should_exit = True
+            self.stop()
             return
         self.state.ready(self.engine)
         _say(f"ready after {time.monotonic() - started:.1f} s (instance {self.state.instance_id})")
@@ -189,5 +194,17 @@ def _say(line: str) -> None:
     print(line, flush=True)
 
 
-def _ignore(_: int, __: FrameType | None) -> None:
-    """uvicorn notes a signal itself while it serves, and raises it once more when it has stopped."""
+@contextmanager
+def _stopped_by_signals(server: _Server) -> Iterator[None]:
+    """SIGINT and SIGTERM stop the server, from before it serves (uvicorn has its own handlers only while it does) until
+    it has cleaned up."""
+
+    def stop(_: int, __: FrameType | None) -> None:
+        server.stop()
+
+    previous = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
