@@ -43,7 +43,7 @@ def _from_pretrained(config: AxolotlConfig) -> PreTrainedTokenizerBase:
     key = "tokenizer_config" if config.tokenizer_config else "base_model"
     source = config.tokenizer_config or config.base_model
     local = Path(source).expanduser()
-    if looks_like_path(source) and not local.exists():
+    if looks_like_path(source) and not local.is_dir():
         raise ConfigError(
             f"{key}: there is no directory {source}",
             code="E-CFG-11",

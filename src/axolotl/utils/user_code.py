@@ -8,6 +8,8 @@ from pathlib import Path
 
 _OUR_PACKAGE = str(Path(__file__).resolve().parents[1])
 
+_LONGEST = 300
+
 
 def _directories(*names: str) -> tuple[str, ...]:
     return tuple({str(Path(sysconfig.get_path(name)).resolve()) for name in names})
@@ -46,8 +48,9 @@ def error_lines(error: BaseException) -> tuple[str, ...]:
 
 
 def one_line(error: BaseException) -> str:
-    """`KeyError: 'answer'`."""
+    """`KeyError: 'answer'`, cut where the message goes on and on."""
     text = " ".join(str(error).split())
+    text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 

@@ -28,6 +28,7 @@ def test_one_line_has_no_line_breaks() -> None:
     assert one_line(ValueError("first\n   second")) == "ValueError: first second"
     assert one_line(KeyError("answer")) == "KeyError: 'answer'"
     assert one_line(ValueError()) == "ValueError"
+    assert one_line(ValueError("x" * 1000)) == "ValueError: " + "x" * 300 + " ..."
 
 
 def test_an_error_without_frames_has_no_place() -> None:
