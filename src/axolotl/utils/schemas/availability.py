@@ -54,6 +54,10 @@ def _several_steps(value: int | None, config: AxolotlConfig) -> bool:
     return value * group != config.micro_batch_size * config.gradient_accumulation_steps
 
 
+def _another_group_size(value: int | None, config: AxolotlConfig) -> bool:
+    return value not in (None, config.trl.num_generations)
+
+
 def _has_reward_model(value: list[str] | None, _: AxolotlConfig) -> bool:
     return any("/" in entry or Path(entry).is_dir() for entry in value or ())
 
@@ -85,6 +89,7 @@ TRAINING: tuple[Row, ...] = (
     Row("trl.rollout_func", _set, "leave it out"),
     Row("trl.num_iterations", _above(1), "set 1"),
     Row("trl.generation_batch_size", _several_steps, "leave it out: the prompts of one optimizer step"),
+    Row("trl.num_generations_eval", _another_group_size, "leave it out: evaluation uses num_generations"),
     Row("trl.use_liger_loss", _set, "set false: log-probs are computed in chunks already"),
     Row("lora_bias", lambda value, _: value != "none", "set none"),
     Row("lora_model_dir", _set, "leave it out: a run starts with a fresh adapter"),

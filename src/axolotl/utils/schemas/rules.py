@@ -73,29 +73,45 @@ def one_schedule(config: AxolotlConfig) -> list[Problem]:
     return problems
 
 
-def best_model_is_measured(config: AxolotlConfig) -> list[Problem]:
-    """Which checkpoint is best is known only where evaluation and saving go together."""
-    wants_best = config.load_best_model_at_end or config.save_strategy == "best"
-    if not wants_best:
-        return []
-    path: Path = ("load_best_model_at_end",) if config.load_best_model_at_end else ("save_strategy",)
-    if not config.val_set_size:
-        return [Problem(path, "needs an evaluation; set val_set_size")]
+def evaluation_drives_what_needs_it(config: AxolotlConfig) -> list[Problem]:
+    """The best checkpoint, and a learning rate that follows a metric, need an evaluation."""
+    needs: list[Path] = []
+    if config.load_best_model_at_end:
+        needs.append(("load_best_model_at_end",))
     if config.save_strategy == "best":
-        return []
-    saves = _strategy(config.save_strategy, config.save_steps, config.saves_per_epoch)
-    evals = _strategy(config.eval_strategy, config.eval_steps, config.evals_per_epoch)
-    if saves != evals:
-        return [Problem(path, f"needs saving and evaluation at the same time, not by {saves} and by {evals}")]
-    if config.save_steps and config.eval_steps and config.save_steps % config.eval_steps:
-        return [
-            Problem(path, f"needs save_steps {config.save_steps} to be a multiple of eval_steps {config.eval_steps}")
-        ]
+        needs.append(("save_strategy",))
+    if config.lr_scheduler in ("reduce_lr_on_plateau", "greedy"):
+        needs.append(("lr_scheduler",))
+    if not config.val_set_size or config.eval_strategy == "no":
+        return [Problem(path, "needs an evaluation; set val_set_size, and no eval_strategy: no") for path in needs]
+    if config.save_strategy == "best" and config.metric_for_best_model is None:
+        return [Problem(("save_strategy",), "is best; set metric_for_best_model, such as eval_reward")]
     return []
 
 
-def _strategy(written: str | None, steps: float | None, times_per_epoch: int | None) -> str:
-    return written or ("steps" if steps is not None or times_per_epoch else "epoch")
+def best_model_is_saved(config: AxolotlConfig) -> list[Problem]:
+    """The best checkpoint can only be loaded where every saving comes with an evaluation."""
+    if not config.load_best_model_at_end or not config.val_set_size or config.save_strategy == "best":
+        return []
+    saves = _rhythm(config.save_strategy, config.save_steps, config.saves_per_epoch)
+    evals = _rhythm(config.eval_strategy, config.eval_steps, config.evals_per_epoch)
+    path: Path = ("load_best_model_at_end",)
+    if saves[0] != evals[0]:
+        return [Problem(path, f"needs saving and evaluation in the same rhythm, not {saves[0]} and {evals[0]}")]
+    if saves[0] == "steps" and not round(saves[1] / evals[1], 6).is_integer():
+        return [Problem(path, f"needs save_steps {saves[1]:g} to be a multiple of eval_steps {evals[1]:g}")]
+    if saves[0] == "times per epoch" and saves[1] != evals[1]:
+        return [Problem(path, f"needs saves_per_epoch {saves[1]:g} and evals_per_epoch {evals[1]:g} to be equal")]
+    return []
+
+
+def _rhythm(strategy: str | None, steps: float | None, times_per_epoch: int | None) -> tuple[str, float]:
+    """How saving or evaluation is paced, and its number."""
+    if steps is not None:
+        return strategy or "steps", steps
+    if times_per_epoch:
+        return "times per epoch", times_per_epoch
+    return strategy or "epoch", 1
 
 
 def one_quantization(config: AxolotlConfig) -> list[Problem]:
@@ -299,7 +315,8 @@ TRAINING: tuple[Rule, ...] = (
     one_attention,
     one_number_format,
     one_schedule,
-    best_model_is_measured,
+    evaluation_drives_what_needs_it,
+    best_model_is_saved,
     groups_have_two,
     steps_hold_whole_groups,
     sampling_explores,

@@ -212,7 +212,7 @@ TABLE: dict[str, Reaches | Refused] = {
     "vllm_server_port": Reaches(9001, server_url, "http://127.0.0.1:9001"),
     "vllm_server_timeout": Reaches(7, client_timeout, 7.0, WITH_SERVER, SERVED),
     "num_generations": Reaches(4, lambda config: batch_plan(config).prompts_per_step, 2),
-    "num_generations_eval": same_argument("num_generations_eval", 3),
+    "num_generations_eval": Refused(3),
     "generation_batch_size": Refused(2),
     "max_completion_length": Reaches(99, sampled("max_tokens"), 99),
     "beta": same_argument("beta", 0.04),

@@ -6,6 +6,7 @@ from axolotl.cli.config import config_from_mapping
 from axolotl.errors import ConfigError
 
 LORA = {"adapter": "lora"}
+BEST = {"load_best_model_at_end": True, "val_set_size": 8}
 
 
 def findings(trl=None, vllm=None, **options):
@@ -86,17 +87,31 @@ def findings(trl=None, vllm=None, **options):
         ({}, {}, {"warmup_ratio": 0.1, "warmup_steps": 5}, "warmup_ratio: cannot be combined with warmup_steps"),
         ({}, {}, {"load_best_model_at_end": True}, "load_best_model_at_end: needs an evaluation"),
         ({}, {}, {"save_strategy": "best"}, "save_strategy: needs an evaluation; set val_set_size"),
+        ({}, {}, {"lr_scheduler": "greedy"}, "lr_scheduler: needs an evaluation; set val_set_size"),
         (
             {},
             {},
-            {"load_best_model_at_end": True, "val_set_size": 8, "eval_steps": 5},
-            "load_best_model_at_end: needs saving and evaluation at the same time, not by epoch and by steps",
+            {"lr_scheduler": "reduce_lr_on_plateau", "val_set_size": 8, "eval_strategy": "no"},
+            "lr_scheduler: needs an evaluation; set val_set_size, and no eval_strategy: no",
+        ),
+        ({}, {}, {"save_strategy": "best", "val_set_size": 8}, "save_strategy: is best; set metric_for_best_model"),
+        (
+            {},
+            {},
+            BEST | {"eval_steps": 5},
+            "load_best_model_at_end: needs saving and evaluation in the same rhythm, not",
         ),
         (
             {},
             {},
-            {"load_best_model_at_end": True, "val_set_size": 8, "eval_steps": 5, "save_steps": 12},
+            BEST | {"eval_steps": 5, "save_steps": 12},
             "load_best_model_at_end: needs save_steps 12 to be a multiple of eval_steps 5",
+        ),
+        (
+            {},
+            {},
+            BEST | {"evals_per_epoch": 3, "saves_per_epoch": 2},
+            "load_best_model_at_end: needs saves_per_epoch 2 and evals_per_epoch 3 to be equal",
         ),
         ({}, {}, {"load_in_4bit": True}, "load_in_4bit: needs an adapter"),
         (
@@ -137,9 +152,12 @@ def test_a_rule_finds_what_it_is_about(trl, vllm, options, finding):
         ({}, {}, {"saves_per_epoch": 0, "save_steps": 0.5}),
         ({}, {}, {"adapter": "qlora", "load_in_4bit": True}),
         ({}, {}, {"adapter": ""}),
-        ({}, {}, {"load_best_model_at_end": True, "val_set_size": 8, "eval_steps": 5, "save_steps": 10}),
+        ({}, {}, BEST | {"eval_steps": 5, "save_steps": 10}),
+        ({}, {}, BEST | {"eval_steps": 0.1, "save_steps": 0.3}),
+        ({}, {}, BEST | {"evals_per_epoch": 2, "saves_per_epoch": 2}),
+        ({}, {}, {"lr_scheduler": "greedy", "val_set_size": 8}),
         ({}, {}, {"load_best_model_at_end": True, "val_set_size": 0.1}),
-        ({}, {}, {"save_strategy": "best", "val_set_size": 0.1, "eval_steps": 5}),
+        ({}, {}, {"save_strategy": "best", "val_set_size": 0.1, "metric_for_best_model": "eval_reward"}),
     ],
 )
 def test_a_rule_leaves_the_rest_alone(trl, vllm, options):
