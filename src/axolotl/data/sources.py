@@ -47,7 +47,16 @@ def _load(entry: DatasetConfig, search: Sequence[Path], key: str) -> Dataset:
     if entry.data_files:
         files = _find_files(entry, (found,), key)
         return _load_files(_builder(entry, Path(files[0]), key), files, entry, key)
-    return _load_dataset(entry, key, str(found), name=entry.name)
+    return _load_directory(found, entry, key)
+
+
+def _load_directory(directory: Path, entry: DatasetConfig, key: str) -> Dataset:
+    """`name` means a configuration of the directory's data card, else a directory inside; a directory with neither has
+    one configuration, whatever the name, so that a config written for the hub works with a local copy."""
+    has_card = (directory / "README.md").exists()
+    if entry.name and not has_card and (directory / entry.name).is_dir():
+        directory = directory / entry.name
+    return _load_dataset(entry, key, str(directory), name=entry.name if has_card else None)
 
 
 def _load_files(builder: str, files: list[str], entry: DatasetConfig, key: str) -> Dataset:

@@ -84,6 +84,29 @@ def test_a_directory_of_files(tmp_path: Path) -> None:
     assert "there is no file other.jsonl" in failure(tmp_path, "data", data_files="other.jsonl").what
 
 
+CARD = """---
+configs:
+- config_name: main
+  data_files: part/rows.jsonl
+---
+"""
+
+
+def test_name_is_a_configuration_of_a_directory_where_it_has_some(tmp_path: Path) -> None:
+    (tmp_path / "plain").mkdir()
+    write(tmp_path / "plain", "jsonl")
+    assert len(load(tmp_path, "plain", name="main")) == 4
+    assert len(load(tmp_path, "plain/rows.jsonl", name="main")) == 4
+    (tmp_path / "nested" / "main").mkdir(parents=True)
+    write(tmp_path / "nested" / "main", "jsonl")
+    assert len(load(tmp_path, "nested", name="main")) == 4
+    (tmp_path / "card" / "part").mkdir(parents=True)
+    write(tmp_path / "card" / "part", "jsonl")
+    (tmp_path / "card" / "README.md").write_text(CARD)
+    assert len(load(tmp_path, "card", name="main")) == 4
+    assert "'other' not found" in failure(tmp_path, "card", name="other").why
+
+
 def test_what_save_to_disk_wrote(tmp_path: Path) -> None:
     ROWS.save_to_disk(tmp_path / "one")
     DatasetDict({"train": ROWS, "test": ROWS.select([0])}).save_to_disk(tmp_path / "several")
