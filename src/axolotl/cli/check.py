@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from axolotl.cli.config import LoadedConfig
 from axolotl.errors import ConfigError
 from axolotl.utils.schemas.availability import not_available
@@ -18,15 +20,20 @@ def run(loaded: LoadedConfig) -> None:
     refused = not_available(loaded.config, "train")
     for line in (*(f"warning: {line}" for line in loaded.warnings), *summary(loaded.config)):
         print(line)
-    if refused:
+    refuse(refused, str(loaded.path))
+    print(f"{loaded.path}: ok")
+
+
+def refuse(lines: Sequence[str], name: str) -> None:
+    """Raises `ConfigError` when there are lines of `not_available`."""
+    if lines:
         raise ConfigError(
-            f"{loaded.path} is valid, but asks for something that is not available yet",
+            f"{name} is valid, but asks for something that is not available yet",
             code="E-CFG-10",
             why="listed above, one a line",
             do="change these values as the lines say",
-            details=tuple(refused),
+            details=tuple(lines),
         )
-    print(f"{loaded.path}: ok")
 
 
 def summary(config: AxolotlConfig) -> list[str]:

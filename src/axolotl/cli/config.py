@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 
 from axolotl.cli.source import read_file, read_tree, read_value
 from axolotl.errors import ConfigError
 from axolotl.utils.schemas import rules
+from axolotl.utils.schemas.availability import Command
 from axolotl.utils.schemas.config import AxolotlConfig
 from axolotl.utils.schemas.legacy import fold
 from axolotl.utils.schemas.nodes import Node, Problem, dotted
@@ -19,8 +20,6 @@ from axolotl.utils.schemas.nodes import Path as KeyPath
 from axolotl.utils.schemas.resolve import resolve
 from axolotl.utils.schemas.scalars import Plain, read_free
 from axolotl.utils.schemas.validate import independent, validate
-
-Purpose = Literal["train", "vllm-serve"]
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ def load_config(
     path: str | Path,
     overrides: Sequence[tuple[str, str]] = (),
     *,
-    purpose: Purpose = "train",
+    purpose: Command = "train",
     own_flags: Sequence[str] = (),
 ) -> LoadedConfig:
     """Reads, overrides, checks and resolves.
@@ -60,7 +59,7 @@ def load_config(
     return LoadedConfig(config, path, tuple(_lines(warnings, root, str(path))))
 
 
-def config_from_mapping(data: Mapping[str, Any], *, purpose: Purpose = "train") -> AxolotlConfig:
+def config_from_mapping(data: Mapping[str, Any], *, purpose: Command = "train") -> AxolotlConfig:
     """The same checks and resolution for a config built in code."""
     root = _node(data)
     config, problems, _ = _check(root, purpose)
@@ -77,7 +76,7 @@ def dump_config(config: AxolotlConfig) -> str:
 
 
 def _check(
-    root: Node, purpose: Purpose, own_flags: Sequence[str] = ()
+    root: Node, purpose: Command, own_flags: Sequence[str] = ()
 ) -> tuple[AxolotlConfig | None, list[Problem], list[Problem]]:
     problems, warnings = fold(root)
     validated = validate(root, own_flags)

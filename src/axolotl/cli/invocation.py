@@ -66,7 +66,8 @@ def _parse_arguments(command: str, arguments: list[str]) -> Invocation:
         argument = arguments.pop(0)
         if not argument.startswith("-"):
             if config is not None:
-                raise _usage(command, f"{argument} is one argument too many; the config is {config}")
+                hint = f"; write --resume={argument}" if flags.get("resume") is True else ""
+                raise _usage(command, f"{argument} is one argument too many; the config is {config}{hint}")
             config = argument
             continue
         name, has_value, value = argument.removeprefix("--").partition("=")

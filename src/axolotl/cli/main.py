@@ -10,11 +10,10 @@ import fire
 
 from axolotl import __version__
 from axolotl.cli import check, config_schema, help_text
-from axolotl.cli.config import LoadedConfig, Purpose, dump_config, load_config
+from axolotl.cli.config import LoadedConfig, dump_config, load_config
 from axolotl.cli.invocation import OWN_FLAGS, Invocation, parse
 from axolotl.cli.reporting import exit_code_of, recorded_in
-from axolotl.errors import ConfigError
-from axolotl.utils.schemas.availability import not_available
+from axolotl.utils.schemas.availability import Command, not_available
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,7 +60,7 @@ def _train(invocation: Invocation) -> None:
         print(dump_config(loaded.config), end="")
         return
     _print_warnings(loaded)
-    _refuse(refused)
+    check.refuse(refused, str(loaded.path))
     from axolotl.cli import train
 
     resume = invocation.flag("resume") or loaded.config.resume_from_checkpoint or False
@@ -73,13 +72,13 @@ def _train(invocation: Invocation) -> None:
 def _vllm_serve(invocation: Invocation) -> None:
     loaded = _load(invocation, "vllm-serve")
     _print_warnings(loaded)
-    _refuse(not_available(loaded.config, "vllm-serve"))
+    check.refuse(not_available(loaded.config, "vllm-serve"), str(loaded.path))
     from axolotl.cli import vllm_serve
 
     vllm_serve.run(loaded)
 
 
-def _load(invocation: Invocation, purpose: Purpose) -> LoadedConfig:
+def _load(invocation: Invocation, purpose: Command) -> LoadedConfig:
     assert invocation.command is not None and invocation.config is not None
     return load_config(
         invocation.config, invocation.overrides, purpose=purpose, own_flags=OWN_FLAGS[invocation.command]
@@ -89,17 +88,6 @@ def _load(invocation: Invocation, purpose: Purpose) -> LoadedConfig:
 def _print_warnings(loaded: LoadedConfig) -> None:
     for line in loaded.warnings:
         print(f"warning: {line}", file=sys.stderr)
-
-
-def _refuse(lines: Sequence[str]) -> None:
-    if lines:
-        raise ConfigError(
-            "the config asks for something that is not available yet",
-            code="E-CFG-10",
-            why="listed above, one a line",
-            do="change these values as the lines say",
-            details=tuple(lines),
-        )
 
 
 def _only_prints(arguments: Sequence[str]) -> bool:

@@ -61,6 +61,7 @@ def test_help_on_a_command(argv):
         (["train"], "no config file given"),
         (["train", "--seed", "1"], "no config file given"),
         (["train", "a.yaml", "b.yaml"], "b.yaml is one argument too many; the config is a.yaml"),
+        (["train", "a.yaml", "--resume", "b"], "b is one argument too many; the config is a.yaml; write --resume=b"),
         (["train", "a.yaml", "-x"], "-x is no flag; flags begin with --"),
         (["train", "a.yaml", "--", "--nproc", "2"], "what follows -- belongs to the launcher, which is not available"),
         (["train", "a.yaml", "--overwrite=maybe"], "--overwrite takes no value but true or false, not maybe"),
