@@ -33,7 +33,15 @@ def test_a_run_writes_what_it_promises(project: Path) -> None:
     out = project / "out"
     steps = metrics(out)
     assert [entry["step"] for entry in steps] == [1, 2]
-    wanted = {"reward", "reward_std", "rewards/vowels/mean", "completions/mean_length", "entropy", "grad_norm", "num_tokens"}
+    wanted = {
+        "reward",
+        "reward_std",
+        "rewards/vowels/mean",
+        "completions/mean_length",
+        "entropy",
+        "grad_norm",
+        "num_tokens",
+    }
     assert wanted <= steps[0].keys()
     assert any(value.abs().max() > 0 for name, value in adapter(out).items() if "lora_B" in name)
     assert not (out / "last_error.json").exists()
@@ -67,7 +75,9 @@ def test_resume_without_a_checkpoint_says_so(project: Path, capsys: pytest.Captu
 
 
 def test_evaluation_goes_through_the_same_path(project: Path) -> None:
-    assert main(["train", "config.yaml", "--val_set_size", "0.25", "--eval_steps", "2", "--eval_strategy", "steps"]) == 0
+    assert (
+        main(["train", "config.yaml", "--val_set_size", "0.25", "--eval_steps", "2", "--eval_strategy", "steps"]) == 0
+    )
     lines = (project / "out" / "metrics.jsonl").read_text()
     assert '"eval_reward"' in lines and '"eval_rewards/vowels/mean"' in lines
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-REWARDS = '''
+REWARDS = """
 def vowels(completions, **kwargs):
     return [float(sum(letter in "aeiou" for letter in c[0]["content"])) for c in completions]
 
@@ -18,7 +18,7 @@ def prompt_transform(cfg, *args, **kwargs):
         return {"prompt": [{"role": "user", "content": example["question"]}], "answer": example["answer"]}
 
     return to_prompt, {"remove_columns": ["question"]}
-'''
+"""
 
 
 def make_project(directory: Path, model: Path, *, num_questions: int = 12, **overrides: Any) -> Path:

@@ -139,7 +139,7 @@ def _prepare(loaded: LoadedConfig, server: ManagedServer | None, stack: ExitStac
     """Everything that can fail for a reason of the user's, cheapest first: data, rewards, server; the model last."""
     from axolotl.core.trainers.grpo.assembly import Parts, build_sampler
     from axolotl.core.trainers.grpo.rewards.inline import InlineRewards
-    from axolotl.core.trainers.grpo.rewards.loading import check_columns, load_rewards
+    from axolotl.core.trainers.grpo.rewards.loading import check_columns, load_rewards, reward_notes
     from axolotl.data.prompts import prepare_prompts
     from axolotl.loaders.device import pick_device
     from axolotl.loaders.precision import resolve_precision
@@ -151,7 +151,7 @@ def _prepare(loaded: LoadedConfig, server: ManagedServer | None, stack: ExitStac
     prompts = prepare_prompts(config, tokenizer, base_dir)
     check_columns(functions, prompts.train.columns)
     sampler = build_sampler(config, len(prompts.train))
-    for note in (*tokenizer_notes(config, tokenizer), *prompts.notes):
+    for note in (*reward_notes(functions), *tokenizer_notes(config, tokenizer), *prompts.notes):
         _say(note)
     if sampler.left_out:
         _say(f"{sampler.left_out} of {sampler.num_prompts} prompts do not fill a step; each epoch leaves out others")

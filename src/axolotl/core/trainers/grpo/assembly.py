@@ -85,9 +85,16 @@ def assemble(parts: Parts) -> AxolotlGRPOTrainer:
     return trainer
 
 
-def sampling(config: AxolotlConfig) -> Sampling:
-    """How completions are drawn, in the words of the protocol."""
+def sampling(config: AxolotlConfig, *, end_token: int | None = None) -> Sampling:
+    """How completions are drawn, in the words of the protocol.
+
+    Args:
+        end_token: one that the config made an end token; the generator knows those of the base model only.
+    """
     trl = config.trl
+    extra = dict(trl.generation_kwargs or {})
+    if end_token is not None:
+        extra["stop_token_ids"] = sorted({*extra.get("stop_token_ids", ()), end_token})
     assert trl.max_completion_length is not None and trl.num_generations is not None
     return Sampling(
         n=trl.num_generations,
@@ -98,7 +105,7 @@ def sampling(config: AxolotlConfig) -> Sampling:
         min_p=trl.min_p or 0.0,
         repetition_penalty=cast(float, trl.repetition_penalty),
         structured_regex=trl.vllm_guided_decoding_regex,
-        extra=trl.generation_kwargs or {},
+        extra=extra,
     )
 
 
@@ -159,7 +166,7 @@ def _producer(parts: Parts, trainer: AxolotlGRPOTrainer, sync: WeightSync, sampl
         rows=parts.prompts.train,
         sampler=sampler,
         backend=backend,
-        sampling=sampling(parts.config),
+        sampling=sampling(parts.config, end_token=eos if parts.config.special_tokens.eos_token else None),
         run_seed=parts.config.seed,
         pad_token_id=pad,
         eos_token_id=eos,

@@ -1,0 +1,114 @@
+"""The callbacks of a run, called as transformers calls them."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from transformers import TrainerControl, TrainerState, TrainingArguments
+
+from axolotl.core.run.bookkeeping import NoteWrittenFiles
+from axolotl.core.run.metrics_file import MetricsFile
+from axolotl.core.run.output_dir import OutputDir
+from axolotl.core.run.progress import Progress, format_line
+from axolotl.core.run.signals import StopAtBoundary, StopRequest, exit_on_sigterm
+from axolotl.errors import Interrupted
+
+CONTROL = TrainerControl()
+
+
+@pytest.fixture(scope="module")
+def args(tmp_path_factory: pytest.TempPathFactory) -> TrainingArguments:
+    return TrainingArguments(output_dir=str(tmp_path_factory.mktemp("args")), use_cpu=True, report_to=[])
+
+
+def state(step: int, max_steps: int = 10) -> TrainerState:
+    return TrainerState(global_step=step, max_steps=max_steps)
+
+
+def test_metrics_are_json_even_when_a_value_is_not_finite(tmp_path: Path, args: TrainingArguments) -> None:
+    path = tmp_path / "metrics.jsonl"
+    MetricsFile(path).on_log(args, state(3), CONTROL, logs={"loss": math.nan, "reward": 0.5})
+    assert json.loads(path.read_text()) == {"step": 3, "loss": None, "reward": 0.5}
+
+
+def test_a_resumed_run_takes_back_steps_that_its_checkpoint_lacks(tmp_path: Path, args: TrainingArguments) -> None:
+    path = tmp_path / "metrics.jsonl"
+    callback = MetricsFile(path)
+    for step in (1, 2, 3):
+        callback.on_log(args, state(step), CONTROL, logs={"loss": 0.0})
+    callback.on_train_begin(args, state(2), CONTROL)
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2]
+
+
+def test_through_a_pipe_progress_is_plain_lines(args: TrainingArguments) -> None:
+    stream = io.StringIO()
+    progress = Progress(stream)
+    progress.on_train_begin(args, state(0), CONTROL)
+    progress.on_step_end(args, state(1), CONTROL)
+    progress.on_log(args, state(1), CONTROL, logs={"loss": 0.25, "reward": 0.5, "reward_std": 0.1})
+    progress.on_train_end(args, state(1), CONTROL)
+    assert stream.getvalue().startswith("step 1/10  reward 0.5 (std 0.1)  loss 0.25")
+    assert stream.getvalue().count("\n") == 1 and "\r" not in stream.getvalue() and "\x1b" not in stream.getvalue()
+
+
+def test_on_a_terminal_progress_is_a_bar(args: TrainingArguments) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    stream = Terminal()
+    progress = Progress(stream)
+    progress.on_train_begin(args, state(0), CONTROL)
+    progress.on_step_end(args, state(1), CONTROL)
+    progress.on_train_end(args, state(1), CONTROL)
+    assert "1/10" in stream.getvalue()
+
+
+def test_time_left_is_the_rest_at_the_pace_so_far() -> None:
+    assert format_line({"loss": 0.0}, 2, 10, 12.0).endswith("12.0 s/step  1:36 left")
+    assert format_line({"loss": 0.0}, 1, 1001, 12.0).endswith("3:20:00 left")
+
+
+def test_checkpoints_are_noted_as_ours(tmp_path: Path, args: TrainingArguments) -> None:
+    output = OutputDir.open(tmp_path / "out")
+    checkpoint = output.path / "checkpoint-4"
+    checkpoint.mkdir()
+    (checkpoint / "optimizer.pt").write_text("")
+    NoteWrittenFiles(output).on_save(args, state(4), CONTROL)
+    OutputDir.open(output.path, overwrite=True)
+    assert not checkpoint.exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_asks_for_a_save_and_a_stop_at_the_boundary(number: int, args: TrainingArguments) -> None:
+    stop = StopRequest()
+    callback = StopAtBoundary(stop)
+    control = TrainerControl()
+    before = signal.getsignal(number)
+    with stop.listening():
+        callback.on_step_end(args, state(1), control)
+        assert not control.should_training_stop
+        os.kill(os.getpid(), number)
+        callback.on_step_end(args, state(1), control)
+    assert control.should_training_stop and control.should_save
+    assert signal.getsignal(number) is before
+
+
+def test_a_second_interrupt_leaves_at_once() -> None:
+    stop = StopRequest()
+    with pytest.raises(Interrupted) as ended, stop.listening():  # noqa: PT012
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+    assert ended.value.exit_code == 130
+
+
+def test_before_training_sigterm_unwinds_the_program() -> None:
+    with pytest.raises(Interrupted) as ended, exit_on_sigterm():
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert ended.value.exit_code == 143

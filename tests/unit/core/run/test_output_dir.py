@@ -1,0 +1,73 @@
+from pathlib import Path
+
+import pytest
+
+from axolotl.core.run.output_dir import OutputDir
+from axolotl.errors import ConfigError, EnvironmentFault
+
+
+def finished(path: Path) -> OutputDir:
+    """A directory as a run leaves it."""
+    output = OutputDir.open(path)
+    output.file("metrics.jsonl").write_text("{}")
+    checkpoint = path / "checkpoint-2"
+    checkpoint.mkdir()
+    (checkpoint / "adapter.safetensors").write_text("a")
+    output.note(checkpoint)
+    with output.saving():
+        (path / "adapter_config.json").write_text("{}")
+    return output
+
+
+def names(path: Path) -> set[str]:
+    return {str(item.relative_to(path)) for item in path.rglob("*") if item.is_file()} - {".axolotl/written.json"}
+
+
+def test_a_run_does_not_start_over_on_results(tmp_path: Path) -> None:
+    finished(tmp_path / "out")
+    with pytest.raises(ConfigError, match="is not empty"):
+        OutputDir.open(tmp_path / "out")
+    assert "metrics.jsonl" in names(tmp_path / "out")
+
+
+def test_overwrite_deletes_what_was_written_and_nothing_else(tmp_path: Path) -> None:
+    finished(tmp_path / "out")
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    (tmp_path / "out" / "checkpoint-2" / "mine.txt").write_text("mine")
+    OutputDir.open(tmp_path / "out", overwrite=True)
+    assert names(tmp_path / "out") == {"notes.txt", "checkpoint-2/mine.txt"}
+
+
+def test_resume_keeps_everything(tmp_path: Path) -> None:
+    finished(tmp_path / "out")
+    OutputDir.open(tmp_path / "out", resume=True)
+    assert "checkpoint-2/adapter.safetensors" in names(tmp_path / "out")
+
+
+def test_what_a_failed_start_leaves_does_not_stand_in_the_way(tmp_path: Path) -> None:
+    output = OutputDir.open(tmp_path / "out")
+    for name in ("last_error.json", "config.resolved.yaml", "server.log"):
+        output.file(name).write_text("x")
+    OutputDir.open(tmp_path / "out")
+
+
+def test_a_directory_of_foreign_files_needs_a_decision(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("mine")
+    with pytest.raises(ConfigError):
+        OutputDir.open(tmp_path)
+    OutputDir.open(tmp_path, overwrite=True)
+    assert names(tmp_path) == {"thesis.tex"}
+
+
+def test_notes_that_lead_out_of_the_directory_delete_nothing(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("mine")
+    output = finished(tmp_path / "out")
+    (tmp_path / "out" / ".axolotl" / "written.json").write_text('["../precious", "metrics.jsonl"]')
+    OutputDir.open(output.path, overwrite=True)
+    assert (tmp_path / "precious").exists() and not (tmp_path / "out" / "metrics.jsonl").exists()
+
+
+def test_an_output_dir_that_is_a_file_is_an_environment_fault(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("")
+    with pytest.raises(EnvironmentFault, match="cannot be used"):
+        OutputDir.open(tmp_path / "out")
