@@ -14,27 +14,26 @@ import asyncio
 import gc
 import itertools
 import math
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from axolotl.errors import EnvironmentFault, ServerError
+from axolotl.errors import ServerError
 from axolotl.serving.engines import process_tree
 from axolotl.serving.engines.adapter_shapes import base_shapes, check_shapes
 from axolotl.serving.engines.lora import read_adapter
 from axolotl.serving.engines.protocol import EngineName, EngineRejects, EngineSettings
-from axolotl.serving.engines.vllm_arguments import engine_arguments, lora_rank
-from axolotl.serving.engines.vllm_environment import go_offline, local_model, prepare_environment, require_vllm
-from axolotl.serving.engines.vllm_sampling import sampling_fields
-from axolotl.serving.fingerprint import fingerprint
-from axolotl.serving.wire import Completion, Fingerprint, Group, Sampling
+from axolotl.serving.engines.vllm_arguments import lora_rank
+from axolotl.serving.engines.vllm_environment import prepare_environment, require_vllm
+from axolotl.serving.engines.vllm_requests import completion, engine_reason, first_line, params_maker
+from axolotl.serving.engines.vllm_start import Started, import_vllm, start
+from axolotl.serving.wire import Group, Sampling
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
     from vllm.outputs import RequestOutput
     from vllm.sampling_params import SamplingParams
-    from vllm.v1.engine.async_llm import AsyncLLM
 
 T = TypeVar("T")
 
@@ -47,36 +46,28 @@ CONTROL_TIMEOUT_S = 120.0
 #: What the engine gets to end by itself. It has nothing to save, and its worker often does not notice.
 SHUTDOWN_S = 1.0
 
-LARGEST_SEED = 2**63 - 1
-
 
 class VLLMEngine:
     """`Engine` over vLLM's AsyncLLM. Make one with `await VLLMEngine.create(settings)`, end it with `close()`."""
 
     name: EngineName = "vllm"
 
-    def __init__(
-        self,
-        llm: AsyncLLM,
-        settings: EngineSettings,
-        model_directory: Path,
-        identity: Fingerprint,
-        starter: ThreadPoolExecutor,
-        processes: set[Any],
-    ) -> None:
-        self.fingerprint = identity
+    def __init__(self, started: Started, settings: EngineSettings, starter: ThreadPoolExecutor) -> None:
+        llm = started.llm
+        self.fingerprint = started.fingerprint
         self.dtype = settings.dtype
         self.max_model_len: int = llm.model_config.max_model_len
         self.vocab_size: int = llm.model_config.get_vocab_size()
         self.max_lora_rank = lora_rank(settings.max_lora_rank) if settings.max_lora_rank > 0 else None
+        self.processes = started.processes
         self._max_loras = settings.max_loras
         self._llm = llm
         self._starter = starter
-        self._processes = processes
-        self._base_shapes = base_shapes(model_directory)
+        self._base_shapes = base_shapes(started.model_directory)
         self._adapters: dict[int, LoRARequest] = {}
         self._adapter_lock = asyncio.Lock()
         self._request_ids = itertools.count()
+        self._running: set[str] = set()
         self._closed = False
 
     @classmethod
@@ -87,12 +78,12 @@ class VLLMEngine:
         starter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="vllm-engine")
         loop = asyncio.get_running_loop()
         try:
-            await loop.run_in_executor(starter, _import_vllm)
-            llm, directory, identity, processes = await loop.run_in_executor(starter, _start, settings)
+            await loop.run_in_executor(starter, import_vllm)
+            started = await loop.run_in_executor(starter, start, settings)
         except BaseException:
             starter.shutdown(wait=False)
             raise
-        engine = cls(llm, settings, directory, identity, starter, processes)
+        engine = cls(started, settings, starter)
         await engine._warm_up()
         return engine
 
@@ -112,11 +103,11 @@ class VLLMEngine:
         adapter_version: int,
     ) -> list[Group]:
         adapter = self._adapter(adapter_version)
-        make = _params_maker(sampling)
+        make = params_maker(sampling)
         requests = [
             self._run(prompt, make(seed), adapter) for prompt, row in zip(prompts, seeds, strict=True) for seed in row
         ]
-        completions = iter([_completion(output) for output in await _gather(requests)])
+        completions = iter([completion(output) for output in await _gather(requests)])
         return [Group(index=index, completions=[next(completions) for _ in row]) for index, row in enumerate(seeds)]
 
     async def score(
@@ -133,7 +124,7 @@ class VLLMEngine:
         they end the engine as soon as two requests meet in one step.
         """
         adapter = self._adapter(adapter_version)
-        make = _params_maker(Sampling(max_tokens=1, temperature=temperature))
+        make = params_maker(Sampling(max_tokens=1, temperature=temperature))
 
         async def one(prefix: list[int], token: int) -> float:
             params = make(0)
@@ -169,9 +160,10 @@ class VLLMEngine:
             try:
                 await self._control(self._llm.add_lora(request))
                 await self._check_reached(version)
-            except EngineRejects:
+            except EngineRejects as error:
                 await self._control(self._llm.remove_lora(version))
-                raise
+                # The text travels to the client, who is told no paths of this machine.
+                raise EngineRejects(str(error).replace(str(directory), "the adapter")) from error
             self._adapters[version] = request
         return len(modules)
 
@@ -190,14 +182,17 @@ class VLLMEngine:
                 await self._control(self._llm.remove_lora(version))
 
     async def reset(self) -> None:
+        """Requests still running belong to whoever had the server before: they are aborted."""
+        if self._running:
+            await self._llm.abort(list(self._running))
         for version in sorted(self._adapters):
             await self.unload_adapter(version)
         if not await self._control(self._llm.reset_prefix_cache()):
             raise ServerError(
                 "the prefix cache could not be cleared",
                 code="E-SRV-11",
-                why="requests of an earlier run are still being generated",
-                do="wait for them to end, or restart the server",
+                why="vLLM still holds requests",
+                do="restart the server",
             )
 
     async def close(self) -> None:
@@ -207,7 +202,7 @@ class VLLMEngine:
         self._closed = True
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(self._starter, self._llm.shutdown, SHUTDOWN_S)
-        await loop.run_in_executor(self._starter, process_tree.stop, self._processes)
+        await loop.run_in_executor(self._starter, process_tree.stop, set(self.processes))
         del self._llm
         gc.collect()  # its client sits in reference cycles and complains when it is collected at the interpreter's end
         self._starter.shutdown(wait=False)
@@ -226,17 +221,20 @@ class VLLMEngine:
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         request_id = f"r{next(self._request_ids)}"
+        self._running.add(request_id)
         try:
             outputs = self._llm.generate(tokens_input(list(prompt)), params, request_id, lora_request=adapter)
             final = [output async for output in outputs][-1]
         except VLLMClientError as error:
-            raise EngineRejects(_first_line(error)) from error
+            raise EngineRejects(first_line(error)) from error
         except EngineDeadError as error:
             raise _dead() from error
         except EngineGenerateError as error:
             if isinstance(error.__cause__, (ValueError, TypeError)):
-                raise EngineRejects(_first_line(error.__cause__)) from error
+                raise EngineRejects(first_line(error.__cause__)) from error
             raise ServerError("vLLM failed to generate", code="E-SRV-12", why=repr(error.__cause__)) from error
+        finally:
+            self._running.discard(request_id)
         if final.outputs[0].finish_reason == "abort":
             raise ServerError("vLLM gave up a request", code="E-SRV-12", why="the engine aborted it")
         return final
@@ -259,94 +257,10 @@ class VLLMEngine:
             raise
         except Exception as error:
             # vLLM hands back what its engine raised as the text of a plain Exception; the engine goes on.
-            raise EngineRejects(_first_line(error)) from error
+            raise EngineRejects(engine_reason(error)) from error
         finally:
             task.cancel()
         raise ServerError(f"vLLM did not answer within {CONTROL_TIMEOUT_S:.0f} s", code="E-SRV-05")
-
-
-def _import_vllm() -> None:
-    """The slow imports, in a call of their own: something keeps a traceback of them, frames and all. An engine made
-    further down the same stack would stay alive with it and complain when the interpreter ends."""
-    import vllm.engine.arg_utils
-    import vllm.platforms
-    import vllm.v1.engine.async_llm  # noqa: F401
-
-
-def _start(settings: EngineSettings) -> tuple[AsyncLLM, Path, Fingerprint, set[Any]]:
-    """Runs in the starter thread: everything slow, and everything that starts processes."""
-    directory = local_model(settings)
-    identity = fingerprint(settings.model, settings.revision, settings.trust_remote_code)
-    go_offline()
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.platforms import current_platform
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    wanted = settings.device.partition(":")[0]
-    if wanted != current_platform.device_type:
-        raise EnvironmentFault(
-            f"vllm.device: {settings.device}, but the installed vLLM runs on {current_platform.device_type}",
-            code="E-ENV-03",
-            do="install the vLLM build for this device, or set vllm.device or vllm.engine: transformers",
-        )
-    before = process_tree.children()
-    try:
-        llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(settings, directory)))
-    except Exception as error:
-        process_tree.stop(process_tree.children() - before)
-        raise EnvironmentFault(
-            f"the vLLM engine failed to start with {settings.model}",
-            code="E-ENV-05",
-            why=_first_line(error),
-            do="the engine's own log above has the details; vllm.engine: transformers is the way round it",
-        ) from error
-    return llm, Path(directory), identity, process_tree.children() - before
-
-
-def _params_maker(sampling: Sampling) -> Callable[[int], SamplingParams]:
-    """A function from a seed to the parameters of one completion; what is wrong with them is raised here, once."""
-    from pydantic import TypeAdapter, ValidationError
-    from vllm.exceptions import VLLMClientError
-    from vllm.sampling_params import RequestOutputKind, SamplingParams
-
-    fields = sampling_fields(sampling, SamplingParams.__struct_fields__)
-    fields |= {"logprobs": 0, "flat_logprobs": True, "skip_clone": True}
-    adapter = TypeAdapter(SamplingParams)
-
-    def make(seed: int) -> SamplingParams:
-        if not 0 <= seed <= LARGEST_SEED:
-            raise EngineRejects(f"seed {seed} is not between 0 and {LARGEST_SEED}")
-        try:
-            params = adapter.validate_python({**fields, "seed": seed})
-        except ValidationError as error:
-            last = error.errors(include_url=False)[-1]
-            raise EngineRejects(f"generation_kwargs.{_option(last['loc'])}: {last['msg']}") from error
-        except (VLLMClientError, ValueError, TypeError) as error:
-            raise EngineRejects(_first_line(error)) from error
-        params.output_kind = RequestOutputKind.FINAL_ONLY
-        return params
-
-    return make
-
-
-def _completion(output: RequestOutput) -> Completion:
-    result = output.outputs[0]
-    flat: Any = result.logprobs
-    assert len(flat.logprobs) == len(result.token_ids), (len(flat.logprobs), len(result.token_ids))
-    return Completion(
-        ids=list(result.token_ids),
-        logprobs=[value if math.isfinite(value) else None for value in flat.logprobs],
-        finish_reason="length" if result.finish_reason == "length" else "stop",
-    )
-
-
-def _option(location: tuple[int | str, ...]) -> str:
-    """The option's name in a pydantic error location, which begins with names of pydantic's own."""
-    from vllm.sampling_params import SamplingParams
-
-    names = [str(part) for part in location]
-    known = [index for index, name in enumerate(names) if name in SamplingParams.__struct_fields__]
-    return ".".join(names[known[0] :] if known else names)
 
 
 async def _gather(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
@@ -368,8 +282,3 @@ def _dead() -> ServerError:
         why="its log has the reason (out of memory and a kernel that fails are the usual ones)",
         do="restart the server",
     )
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
