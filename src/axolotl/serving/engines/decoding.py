@@ -126,8 +126,11 @@ def _decode_rows(
             raise DecodingCancelled
         forbidden = rule.forbidden_early if step < rule.min_tokens else ()
         processed = process(logits, sampling, seen=seen, forbidden=forbidden)
-        tokens = processed.argmax(-1) if sampling.temperature == 0.0 else draw(processed, uniforms.next(alive))
-        logps = log_probs_of(processed, tokens)
+        if sampling.temperature == 0.0:
+            tokens = processed.argmax(-1)
+            logps = log_probs_of(processed, tokens)
+        else:
+            tokens, logps = draw(processed, uniforms.next(alive))
         keep = _record(rows, alive, tokens.tolist(), logps.tolist(), rule)
         if not keep or step + 1 == sampling.max_tokens:
             return

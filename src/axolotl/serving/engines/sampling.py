@@ -131,21 +131,22 @@ def process(
     return logits
 
 
-def draw(logits: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """Inverse-CDF sampling: the token in whose share of [0, 1) the row's uniform number falls.
+def draw(logits: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inverse-CDF sampling: the token in whose share of [0, 1) the row's uniform number falls, and its log-prob.
 
     Args:
         logits: `[rows, vocab]`, processed; minus infinity means never.
         uniforms: `[rows]` float64 in [0, 1).
 
     Returns:
-        `[rows]` int64.
+        `[rows]` int64 and `[rows]` float64.
     """
-    weights = (logits - logits.amax(dim=-1, keepdim=True)).exp()
-    cumulated = weights.cumsum(dim=-1, dtype=torch.float64)
+    shifted = logits - logits.amax(dim=-1, keepdim=True)
+    cumulated = shifted.exp().cumsum(dim=-1, dtype=torch.float64)
     total = cumulated[:, -1:]
     target = torch.minimum(uniforms.to(logits.device)[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cumulated, target, right=True)[:, 0]
+    tokens = torch.searchsorted(cumulated, target, right=True)
+    return tokens[:, 0], (shifted.gather(-1, tokens) - total.log())[:, 0]
 
 
 def log_probs_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

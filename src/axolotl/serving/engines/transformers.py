@@ -18,6 +18,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from axolotl.serving.engines.attention import GROUPED_SDPA
 from axolotl.serving.engines.decoding import DEFAULT_CACHE_TOKENS, decode, score
 from axolotl.serving.engines.lora import LoraPair, read_adapter
 from axolotl.serving.engines.protocol import EngineName, EngineRejects, EngineSettings
@@ -193,7 +194,7 @@ class TransformersEngine:
 def _load(settings: EngineSettings) -> TransformersEngine:
     options = {"revision": settings.revision, "trust_remote_code": settings.trust_remote_code}
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        settings.model, dtype=getattr(torch, settings.dtype), attn_implementation="sdpa", **options
+        settings.model, dtype=getattr(torch, settings.dtype), attn_implementation=GROUPED_SDPA, **options
     )
     model.requires_grad_(False)
     model.to(torch.device(settings.device))  # type: ignore[arg-type]  # transformers wraps the method

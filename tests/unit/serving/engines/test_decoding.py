@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from axolotl.serving.engines.attention import GROUPED_SDPA
 from axolotl.serving.engines.decoding import DecodingCancelled, decode, score
 from axolotl.serving.wire import Group, Sampling
 from tests.support.tiny_model import VOCAB_SIZE, tiny_config
@@ -25,10 +26,12 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="module", params=[2, 1], ids=["heads", "grouped-heads"])
+@pytest.fixture(scope="module", params=[(2, "sdpa"), (1, GROUPED_SDPA)], ids=["plain", "grouped"])
 def model(request: pytest.FixtureRequest) -> LlamaForCausalLM:
+    """With as many key heads as query heads, and with one key head for all, through the engine's own attention."""
+    key_heads, attention = request.param
     torch.manual_seed(0)
-    config = tiny_config(num_key_value_heads=request.param)
+    config = tiny_config(num_key_value_heads=key_heads, attn_implementation=attention)
     return LlamaForCausalLM(config).eval()
 
 

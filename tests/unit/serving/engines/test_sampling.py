@@ -92,7 +92,9 @@ def test_greedy_keeps_the_distribution_at_temperature_one(logits: torch.Tensor) 
 def test_draw_by_hand(uniform: float, token: int) -> None:
     """Tokens 1, 2 and 4 have shares 1/4, 1/2 and 1/4; tokens 0, 3 and 5 none."""
     logits = torch.tensor([[-math.inf, 0.0, math.log(2), -math.inf, 0.0, -math.inf]])
-    assert draw(logits, torch.tensor([uniform], dtype=torch.float64)).tolist() == [token]
+    tokens, logps = draw(logits, torch.tensor([uniform], dtype=torch.float64))
+    assert tokens.tolist() == [token]
+    assert logps.tolist() == pytest.approx([math.log(1 / 2 if token == 2 else 1 / 4)])
 
 
 def test_drawn_tokens_have_the_probabilities_of_the_logits() -> None:
@@ -100,7 +102,7 @@ def test_drawn_tokens_have_the_probabilities_of_the_logits() -> None:
     count = 20_000
     logits = torch.randn(1, 16, generator=torch.Generator().manual_seed(3))
     uniforms = UniformStream(list(range(count))).next(list(range(count)))
-    drawn = torch.bincount(draw(logits.expand(count, -1), uniforms), minlength=16)
+    drawn = torch.bincount(draw(logits.expand(count, -1), uniforms)[0], minlength=16)
     expected = logits.softmax(-1)[0] * count
     assert ((drawn - expected) ** 2 / expected).sum() < 37.7
 
