@@ -11,10 +11,10 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 
 class Progress(TrainerCallback):
-    """One line a log entry: step, reward, loss, completion length, speed, time left."""
+    """One line a log entry: step, reward, loss, completion length, speed, time left. stream: stderr when None."""
 
-    def __init__(self, stream: TextIO = sys.stderr) -> None:
-        self._stream = stream
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stderr
         self._bar: tqdm[Any] | None = None
         self._began = 0.0
         self._first_step = 0
