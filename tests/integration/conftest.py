@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import socket
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import pytest
 import uvicorn
 
 from axolotl.serving.app import ServerState, build_app
+from axolotl.serving.engines.protocol import EngineSettings
 from axolotl.serving.server_file import ServerFile, write_server_file
 from tests.support.live_server import TOKEN, LiveServer
 from tests.support.loop_thread import LoopThread
@@ -48,17 +48,16 @@ def tiny_adapters(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 @dataclass(frozen=True)
 class RunningEngine:
-    """A vLLM engine and the loop it lives on; `seconds` is how long it took to start."""
+    """A vLLM engine, the loop it lives on, and what it was made from."""
 
     engine: VLLMEngine
     loop: LoopThread
-    seconds: float
+    settings: EngineSettings
 
 
 @pytest.fixture(scope="module")
 def vllm_engine(tiny_model: Path) -> Iterator[RunningEngine]:
     """One vLLM engine a module: starting one takes most of a minute."""
-    from axolotl.serving.engines.protocol import EngineSettings
     from axolotl.serving.engines.vllm import VLLMEngine
 
     settings = EngineSettings(
@@ -72,11 +71,10 @@ def vllm_engine(tiny_model: Path) -> Iterator[RunningEngine]:
         kv_cache_bytes=64 << 20,
     )
     loop = LoopThread()
-    started = time.monotonic()
     try:
         engine = loop.run(VLLMEngine.create(settings), timeout_s=600)
         try:
-            yield RunningEngine(engine, loop, time.monotonic() - started)
+            yield RunningEngine(engine, loop, settings)
         finally:
             loop.run(engine.close())
     finally:

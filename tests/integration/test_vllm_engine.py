@@ -6,6 +6,7 @@ One engine serves the whole file, since starting one takes most of a minute; the
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import re
 import shutil
@@ -18,7 +19,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from axolotl.errors import ServerError
+from axolotl.errors import EnvironmentFault, ServerError
+from axolotl.serving.engines import process_tree
 from axolotl.serving.engines.protocol import EngineRejects
 from axolotl.serving.wire import Completion, Group, Sampling
 from tests.integration.conftest import RunningEngine, serve_on_loop
@@ -79,6 +81,23 @@ def test_what_the_engine_says_about_itself(vllm_engine: RunningEngine) -> None:
     assert (engine.name, engine.dtype, engine.max_model_len, engine.vocab_size) == ("vllm", "float32", 128, 384)
     assert engine.max_lora_rank == 8, "rank 6 is rounded up to a rank that vLLM takes"
     assert engine.fingerprint.summary["hidden_size"] == 64
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "reason"),
+    [({"max_model_len": 8192}, "E-ENV-05", "8192"), ({"device": "cuda"}, "E-ENV-03", "runs on cpu")],
+)
+def test_an_engine_that_cannot_start_says_why(
+    vllm_engine: RunningEngine, change: dict[str, Any], code: str, reason: str
+) -> None:
+    from axolotl.serving.engines.vllm import VLLMEngine
+
+    before = process_tree.children()
+    with pytest.raises(EnvironmentFault) as caught:
+        vllm_engine.loop.run(VLLMEngine.create(dataclasses.replace(vllm_engine.settings, **change)))
+    assert caught.value.code == code
+    assert reason in str(caught.value.report())
+    assert process_tree.children() == before
 
 
 def test_groups_come_in_order_with_one_logprob_a_token(vllm_engine: RunningEngine) -> None:

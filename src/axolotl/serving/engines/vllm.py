@@ -190,7 +190,7 @@ class VLLMEngine:
         if not await self._control(self._llm.reset_prefix_cache()):
             raise ServerError(
                 "the prefix cache could not be cleared",
-                code="E-SRV-11",
+                code="E-SRV-22",
                 why="vLLM still holds requests",
                 do="restart the server",
             )
@@ -232,11 +232,11 @@ class VLLMEngine:
         except EngineGenerateError as error:
             if isinstance(error.__cause__, (ValueError, TypeError)):
                 raise EngineRejects(first_line(error.__cause__)) from error
-            raise ServerError("vLLM failed to generate", code="E-SRV-12", why=repr(error.__cause__)) from error
+            raise ServerError("vLLM failed to generate", code="E-SRV-21", why=repr(error.__cause__)) from error
         finally:
             self._running.discard(request_id)
         if final.outputs[0].finish_reason == "abort":
-            raise ServerError("vLLM gave up a request", code="E-SRV-12", why="the engine aborted it")
+            raise ServerError("vLLM gave up a request", code="E-SRV-21", why="the engine aborted it")
         return final
 
     async def _control(self, call: Coroutine[Any, Any, T]) -> T:
@@ -278,7 +278,7 @@ async def _gather(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 def _dead() -> ServerError:
     return ServerError(
         "the vLLM engine process died",
-        code="E-SRV-10",
+        code="E-SRV-20",
         why="its log has the reason (out of memory and a kernel that fails are the usual ones)",
         do="restart the server",
     )
