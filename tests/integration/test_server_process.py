@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -48,7 +47,13 @@ def write_config(tmp_path: Path, model: Path, port: int) -> Callable[..., Path]:
             "output_dir": str(tmp_path / "out"),
             "micro_batch_size": 8,
             "learning_rate": 1e-5,
-            "vllm": {"port": port, "max_model_len": 128, "sync_dir": str(tmp_path / "sync"), "engine": "transformers", "device": "cpu"},
+            "vllm": {
+                "port": port,
+                "max_model_len": 128,
+                "sync_dir": str(tmp_path / "sync"),
+                "engine": "transformers",
+                "device": "cpu",
+            },
             "trl": {"use_vllm": True, "vllm_lora_sync": True, "max_completion_length": 16},
             **options,
         }
@@ -82,6 +87,22 @@ def watch(server: ManagedServer) -> None:
         time.sleep(0.05)
 
 
+@contextlib.contextmanager
+def serving(config: Path, **options: object) -> Iterator[subprocess.Popen[str]]:
+    """The command as a user runs it, past its first line; stopped with SIGTERM when the block has not done so."""
+    process = subprocess.Popen(
+        serve_command(config), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
+    )
+    try:
+        assert process.stdout is not None
+        assert "axolotl server on" in process.stdout.readline()
+        yield process
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.communicate(timeout=60)
+
+
 def ends_within(pid: int, seconds: float) -> bool:
     """Whether the process is gone, or only waiting to be reaped, before `seconds` have passed."""
     deadline = time.monotonic() + seconds
@@ -113,6 +134,7 @@ def test_a_managed_server_serves_and_is_gone_afterwards(
     assert read_server_file(tmp_path / "sync") is None, "a clean stop removes it"
     log = (tmp_path / "out" / "server.log").read_text()
     assert "engine: transformers (vllm.engine: transformers)" in log and "ready after" in log
+    assert "\r" not in log, "no progress bars in a file"
     assert "Traceback" not in log and found.token not in log
     server.stop()
 
@@ -199,11 +221,47 @@ def test_a_server_that_ignores_sigterm_is_killed_with_its_children(
 
 
 def test_sigterm_while_loading_ends_the_server_cleanly(write_config: Callable[..., Path], tmp_path: Path) -> None:
-    process = subprocess.Popen(serve_command(write_config()), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert "axolotl server on" in process.stdout.readline()
-    process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=60)
-    assert "Traceback" not in errors
+    with serving(write_config()) as process:
+        process.terminate()
+        _, errors = process.communicate(timeout=60)
+    assert (errors, process.returncode) == ("", 0)
     assert read_server_file(tmp_path / "sync") is None
-    assert process.returncode == 0
+
+
+def test_all_addresses_are_served_with_a_warning_of_two_lines(
+    write_config: Callable[..., Path], tmp_path: Path, port: int
+) -> None:
+    config = yaml.safe_load(write_config().read_text())
+    config["vllm"]["host"] = "0.0.0.0"
+    with serving(write_config(vllm=config["vllm"])) as process:
+        found = read_server_file(tmp_path / "sync")
+        assert found is not None and found.url == f"http://127.0.0.1:{port}"
+        process.terminate()
+        _, errors = process.communicate(timeout=60)
+    assert len(errors.splitlines()) == 2 and errors.startswith("WARNING vllm.host")
+
+
+def test_two_servers_do_not_share_a_sync_dir(write_config: Callable[..., Path], port: int) -> None:
+    with serving(write_config()) as first:
+        config = yaml.safe_load(write_config().read_text())
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            config["vllm"]["port"] = probe.getsockname()[1]
+        second = write_config(vllm=config["vllm"])
+        done = subprocess.run(serve_command(second), capture_output=True, text=True, timeout=60)
+        assert done.returncode == 3
+        assert done.stderr.startswith("ERROR E-ENV-04") and f"pid {first.pid}" in done.stderr
+
+
+def test_another_serve_module_is_run_with_the_resolved_config(
+    write_config: Callable[..., Path], tmp_path: Path
+) -> None:
+    (tmp_path / "their_server.py").write_text("import sys\nprint('THEIRS\\n' + open(sys.argv[1]).read())")
+    config = yaml.safe_load(write_config().read_text())
+    config["vllm"]["serve_module"] = "their_server"
+    path = write_config(vllm=config["vllm"])
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(serve_command(path), capture_output=True, text=True, timeout=60, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert yaml.safe_load(done.stdout.partition("THEIRS")[2])["vllm"]["serve_module"] == "their_server"
+    missing = subprocess.run(serve_command(path), capture_output=True, text=True, timeout=60)
+    assert missing.returncode == 3 and "there is no module their_server" in missing.stderr

@@ -172,8 +172,12 @@ async def create_engine(name: EngineName, settings: EngineSettings) -> Engine:
         from axolotl.serving.engines.vllm import VLLMEngine
 
         return await VLLMEngine.create(settings)
+    from transformers.utils import logging
+
     from axolotl.serving.engines.transformers import TransformersEngine
 
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
     return await TransformersEngine.create(settings)
 
 
