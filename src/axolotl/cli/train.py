@@ -50,7 +50,7 @@ def run(loaded: LoadedConfig, flags: TrainFlags) -> None:
     with ExitStack() as stack:
         stack.enter_context(exit_on_sigterm())
         # The server loads while the data is prepared here.
-        server = _start_managed_server(loaded, output, stack)
+        server = _start_managed_server(loaded, output, _share_gpus(config), stack)
         parts = _prepare(loaded, server, stack)
         trainer = _build(parts, output)
         _train(trainer, output, checkpoint)
@@ -116,7 +116,23 @@ def _find_checkpoint(config: AxolotlConfig, resume: bool | str) -> str | None:
     return checkpoint
 
 
-def _start_managed_server(loaded: LoadedConfig, output: OutputDir, stack: ExitStack) -> ManagedServer | None:
+def _share_gpus(config: AxolotlConfig) -> str | None:
+    """Leave this process one GPU; returns `CUDA_VISIBLE_DEVICES` for a managed server, None for as it is."""
+    from axolotl.loaders.device import plan_gpus, visible_gpus
+
+    is_managed = uses_server(config) and config.vllm.managed
+    num_for_server = config.vllm.tensor_parallel_size * config.vllm.data_parallel_size if is_managed else 0
+    plan = plan_gpus(visible_gpus(), num_for_server=num_for_server)
+    if plan.note:
+        _say(plan.note)
+    if plan.trainer is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = plan.trainer
+    return plan.server
+
+
+def _start_managed_server(
+    loaded: LoadedConfig, output: OutputDir, gpus: str | None, stack: ExitStack
+) -> ManagedServer | None:
     config = loaded.config
     if not (uses_server(config) and config.vllm.managed):
         return None
@@ -131,6 +147,7 @@ def _start_managed_server(loaded: LoadedConfig, output: OutputDir, stack: ExitSt
             url=server_url(config),
             sync_dir=sync_dir(config),
             log_path=log,
+            environment=None if gpus is None else {**os.environ, "CUDA_VISIBLE_DEVICES": gpus},
         )
     )
 
@@ -156,22 +173,11 @@ def _prepare(loaded: LoadedConfig, server: ManagedServer | None, stack: ExitStac
     if sampler.left_out:
         _say(f"{sampler.left_out} of {sampler.num_prompts} prompts do not fill a step; each epoch leaves out others")
     link = _connect(config, server, stack) if uses_server(config) else None
-    device = _one_device(pick_device())
+    device = pick_device()
     precision = resolve_precision(config, device)
     if precision.note:
         _say(precision.note)
     return Parts(config, tokenizer, prompts, InlineRewards(functions), device, precision, link)
-
-
-def _one_device(device: str) -> str:
-    """The device to train on; with several visible, the first, so that nothing wraps the model in DataParallel."""
-    import torch
-
-    if device == "cuda" and torch.cuda.device_count() > 1:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible[0]
-        _say(f"{torch.cuda.device_count()} GPUs are visible; training on GPU {visible[0]} only")
-    return device
 
 
 def _connect(config: AxolotlConfig, server: ManagedServer | None, stack: ExitStack) -> ServerLink:

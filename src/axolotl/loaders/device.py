@@ -5,6 +5,9 @@ Torch is imported only where `auto` needs it.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -61,3 +64,46 @@ def resolve_server_dtype(setting: str, *, device: str, fallback: str = "bfloat16
     if setting not in _DTYPE_NAMES:
         raise ValueError(f"unknown dtype {setting!r}; use one of auto, {', '.join(_DTYPE_NAMES)}")
     return _DTYPE_NAMES[setting]
+
+
+@dataclass(frozen=True)
+class GpuPlan:
+    """Which GPUs trainer and managed server see, as values of `CUDA_VISIBLE_DEVICES`; None leaves it as it is.
+    note: a line for the user, empty when there is nothing to choose."""
+
+    trainer: str | None
+    server: str | None
+    note: str = ""
+
+
+def plan_gpus(visible: Sequence[str], *, num_for_server: int) -> GpuPlan:
+    """Share out the visible GPUs: the first ones to the managed server, the next one to the trainer.
+
+    The trainer sees one GPU only, so that nothing wraps the model in DataParallel.
+
+    Args:
+        visible: names of the visible GPUs, as in `CUDA_VISIBLE_DEVICES`.
+        num_for_server: how many the managed server needs; 0 when the server is not ours.
+    """
+    if not visible:
+        return GpuPlan(None, None)
+    if num_for_server == 0:
+        if len(visible) == 1:
+            return GpuPlan(None, None)
+        return GpuPlan(visible[0], None, f"{len(visible)} GPUs are visible: training on GPU {visible[0]} only")
+    server = list(visible[:num_for_server])
+    rest = visible[num_for_server:]
+    if rest:
+        note = f"the server generates on GPU {','.join(server)}, training runs on GPU {rest[0]}"
+        return GpuPlan(rest[0], ",".join(server), note)
+    note = f"server and trainer share GPU {visible[0]}: lower vllm.gpu_memory_utilization if memory runs out"
+    return GpuPlan(visible[0], ",".join(server), note)
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs that CUDA would show this process, by the names of `CUDA_VISIBLE_DEVICES`. Touches no GPU."""
+    import torch
+
+    count = torch.cuda.device_count()
+    named = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return named[:count] if named else [str(index) for index in range(count)]
