@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +50,7 @@ def main(config: AxolotlConfig, base_dir: Path) -> None:
         ConfigError: the model's own config contradicts ours.
     """
     assert config.vllm.port is not None, "resolve() fills vllm.port"
+    share_cores(config.vllm.engine, os.environ)
     host = config.vllm.host or LOOPBACK
     with bind(host, config.vllm.port) as listener:
         url = f"http://{client_address(host)}:{listener.getsockname()[1]}"
@@ -65,6 +66,16 @@ def main(config: AxolotlConfig, base_dir: Path) -> None:
                 server.run()
             finally:
                 remove_server_file(directory, state.instance_id)
+
+
+def share_cores(engine: str, environment: MutableMapping[str, str]) -> None:
+    """Let idle OpenMP threads sleep instead of spin: read when torch is loaded, so it must be set before.
+
+    Spinning threads of this process and of the trainer on the same cores slow each other down several times. vLLM
+    binds its own threads and is left alone.
+    """
+    if engine != "vllm":
+        environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def _publish(state: ServerState, url: str) -> None:
