@@ -188,7 +188,7 @@ async def create_engine(name: EngineName, settings: EngineSettings) -> Engine:
     from axolotl.serving.engines.transformers import TransformersEngine
 
     if not sys.stderr.isatty():
-        logging.disable_progress_bar()
+        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     return await TransformersEngine.create(settings)
 
 
