@@ -62,6 +62,8 @@ def _prepare_environment(config: AxolotlConfig) -> None:
     # No call home that the user did not configure.
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # Waiting threads must not spin on the cores that a server on this machine generates with.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # TRL imports vLLM where it is installed; we do not use it through TRL, so what they say to each other is noise.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     warnings.filterwarnings("ignore", message="TRL currently supports vLLM versions")

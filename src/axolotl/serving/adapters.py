@@ -7,6 +7,7 @@ use(v2) ─ counts a request in flight; v2 stays loaded until it ends
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -98,13 +99,17 @@ class AdapterRegistry:
         await self._drop_unused()
         return self._response()
 
-    async def reset(self) -> None:
-        """Forget everything, caches included. Requests in flight finish first, as the engine orders them."""
+    async def reset(self, run_id: str) -> None:
+        """Forget everything for `run_id`, caches and the published adapters of earlier runs included.
+
+        Requests in flight finish first, as the engine orders them.
+        """
         async with self._lock:
             self.current = self.previous = 0
             self._digests.clear()
             self._num_modules.clear()
             await self._engine.reset()
+            await asyncio.to_thread(self._remove_other_runs, run_id)
 
     async def _load(self, directory: Path, version: int, manifest_sha256: str) -> None:
         try:
@@ -156,6 +161,14 @@ class AdapterRegistry:
             if version in self._digests and version not in kept and not self._in_flight[version]:
                 del self._digests[version], self._num_modules[version]
                 await self._engine.unload_adapter(version)
+
+    def _remove_other_runs(self, run_id: str) -> None:
+        """Nobody can ask for their versions again: the session is another run's now."""
+        if not self._root.is_dir():
+            return
+        for directory in self._root.iterdir():
+            if directory.name != run_id and directory.is_dir() and not directory.is_symlink():
+                shutil.rmtree(directory, ignore_errors=True)
 
     def _become(self, version: int) -> None:
         if version != self.current:

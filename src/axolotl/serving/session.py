@@ -90,7 +90,7 @@ class Session:
             started = self._started(request.host, request.pid)
             self._holder = Holder(request.run_id, request.host, request.pid, started, self._clock())
             if not is_renewal or request.reset:
-                await self._registry.reset()
+                await self._registry.reset(request.run_id)
 
     def check_run(self, run_id: str) -> None:
         """Raise a 409 `Refusal` unless `run_id` holds the server."""

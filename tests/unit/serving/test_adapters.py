@@ -142,7 +142,7 @@ def test_reset_and_clear_forget(tmp_path: Path) -> None:
         answer = await registry.clear()
         assert (answer.adapter_version, answer.loaded_versions, answer.num_modules) == (0, [], 0)
         await load(registry, sync_dir, 3)
-        await registry.reset()
+        await registry.reset("run")
         assert (registry.current, registry.loaded_versions) == (0, [])
         assert engine.calls[-1] == "reset"
 
@@ -153,7 +153,18 @@ def test_a_request_that_outlives_a_reset_drops_nothing_twice(tmp_path: Path) -> 
     async def body(registry: AdapterRegistry, engine: FakeEngine, sync_dir: Path) -> None:
         await load(registry, sync_dir, 1)
         async with registry.use(1):
-            await registry.reset()
+            await registry.reset("run")
         assert "unload v1" not in engine.calls and registry.num_in_flight == 0
+
+    scenario(tmp_path, body)
+
+
+def test_a_new_run_takes_the_place_of_the_adapters_before_it(tmp_path: Path) -> None:
+    async def body(registry: AdapterRegistry, engine: FakeEngine, sync_dir: Path) -> None:
+        await load(registry, sync_dir, 1)
+        published = sync_dir / "adapters"
+        (published / "next").mkdir()
+        await registry.reset("next")
+        assert [item.name for item in published.iterdir()] == ["next"]
 
     scenario(tmp_path, body)

@@ -105,7 +105,7 @@ def _require_finite(tensors: dict[str, torch.Tensor], version: int) -> None:
     if broken:
         raise SyncError(
             f"adapter version {version} is not finite and was not pushed: {broken[0]} and {len(broken) - 1} more",
-            code="E-SYN-07",
+            code="E-SYN-10",
             why="a training step produced NaN or infinity",
             do="lower learning_rate or max_grad_norm, and resume from the newest checkpoint",
         )
