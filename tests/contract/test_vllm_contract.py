@@ -128,9 +128,10 @@ def test_the_engine_has_the_calls_we_make() -> None:
     """engines/vllm"""
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    for name in ("generate", "add_lora", "remove_lora", "collective_rpc", "reset_prefix_cache", "shutdown"):
+    for name in ("generate", "abort", "add_lora", "remove_lora", "collective_rpc", "reset_prefix_cache", "shutdown"):
         assert callable(getattr(AsyncLLM, name)), name
     assert isinstance(AsyncLLM.errored, property)
+    assert "self.output_handler: asyncio.Task | None" in inspect.getsource(AsyncLLM.__init__)
     assert "timeout" in inspect.signature(AsyncLLM.shutdown).parameters
     assert "lora_request" in inspect.signature(AsyncLLM.generate).parameters
 

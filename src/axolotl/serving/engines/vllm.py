@@ -183,8 +183,7 @@ class VLLMEngine:
 
     async def reset(self) -> None:
         """Requests still running belong to whoever had the server before: they are aborted."""
-        if self._running:
-            await self._llm.abort(list(self._running))
+        await self._abort_running()
         for version in sorted(self._adapters):
             await self.unload_adapter(version)
         if not await self._control(self._llm.reset_prefix_cache()):
@@ -200,12 +199,20 @@ class VLLMEngine:
         if self._closed:
             return
         self._closed = True
+        await self._abort_running()
+        if self._llm.output_handler is not None:
+            # It would take the engine's end for a failure and log it as one.
+            self._llm.output_handler.cancel()
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(self._starter, self._llm.shutdown, SHUTDOWN_S)
         await loop.run_in_executor(self._starter, process_tree.stop, set(self.processes))
         del self._llm
         gc.collect()  # its client sits in reference cycles and complains when it is collected at the interpreter's end
         self._starter.shutdown(wait=False)
+
+    async def _abort_running(self) -> None:
+        if self._running:
+            await self._llm.abort(list(self._running))
 
     def _adapter(self, version: int) -> LoRARequest | None:
         if version == 0:
