@@ -52,7 +52,7 @@ class OutputDir:
             output.note(path / LAST_ERROR)
         except OSError as error:
             raise EnvironmentFault(
-                f"output_dir {path} cannot be used", code="E-ENV-04", why=error.strerror or str(error)
+                f"output_dir {path} cannot be used", code="E-ENV-08", why=error.strerror or str(error)
             ) from error
         return output
 
