@@ -56,6 +56,7 @@ def test_everything_we_override_exists_above_us() -> None:
         "_importance_weights",
         "_run_forward",
         "_reference_logps",
+        "_logits_fit",
         "_record",
         "_record_completions",
         "_record_sampling",
@@ -100,7 +101,7 @@ def test_the_loss_applies_what_we_put_into_its_inputs() -> None:
 def test_losses_that_divide_by_the_token_total_are_those_we_know() -> None:
     source = inspect.getsource(GRPOTrainer._compute_loss)
     assert 'in ["cispo", "dapo", "vespo"]' in source
-    assert ours.TOKEN_TOTAL_LOSSES == {"cispo", "dapo", "vespo"}
+    assert {"cispo", "dapo", "vespo"} == ours.TOKEN_TOTAL_LOSSES
 
 
 def test_the_config_still_refuses_what_our_batch_shape_relies_on(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from axolotl.core.trainers.grpo import trainer as trainer_module
 from axolotl.core.trainers.grpo.algo.importance import ImportanceSpec
 from tests.support.recorded import arguments, curve, lora, our_trainer, record, tiny_policy, trl_trainer
 from tests.support.tiny_model import make_tiny_model
@@ -23,6 +24,15 @@ SPEC = ImportanceSpec("token_truncate", 3.0)
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.set_num_threads(1)
     return make_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
+def test_the_head_in_chunks_and_at_once_are_the_same(
+    loss_type: str, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the logits of the completions do not fit, TRL's head in chunks scores them."""
+    monkeypatch.setattr(trainer_module, "_MAX_LOGITS", 0)
+    assert_equal(*both(model_dir, tmp_path, loss_type=loss_type, corrected=True))
 
 
 def both(
@@ -101,6 +111,7 @@ def test_importance_modes(mode: str, model_dir: Path, tmp_path: Path) -> None:
     "options",
     [
         {"beta": 0.1},
+        {"temperature": 0.7},
         {"beta": 0.1, "use_bias_correction_kl": False},
         {"importance_sampling_level": "sequence", "loss_type": "grpo"},
         {"scale_rewards": "none"},

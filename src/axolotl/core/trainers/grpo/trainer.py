@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from trl import GRPOTrainer  # type: ignore[attr-defined]
 
 from axolotl.core.trainers.grpo.algo.importance import Importance, ImportanceSpec, importance_weights
+from axolotl.core.trainers.grpo.algo.logprobs import token_logps_and_entropies
 from axolotl.core.trainers.grpo.algo.shares import TOKEN_TOTAL_LOSSES
 from axolotl.core.trainers.grpo.metrics import sampling_metrics
 from axolotl.core.trainers.grpo.microbatch import MicroBatch
@@ -32,6 +33,9 @@ Ticket = dict[str, int]
 Forward = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
 _TICKET = "ticket"
+
+# 128 MiB of float32 logits; autograd keeps about as much again.
+_MAX_LOGITS = 2**25
 
 
 class AxolotlGRPOTrainer(GRPOTrainer):
@@ -142,9 +146,25 @@ class AxolotlGRPOTrainer(GRPOTrainer):
     def _run_forward(self, model: torch.nn.Module, inputs: Inputs, **kwargs: Any) -> Forward:
         input_ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
         attention_mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
-        width = inputs["completion_ids"].shape[1]
-        forward = super()._get_per_token_logps_and_entropies(model, input_ids, attention_mask, width, **kwargs)
+        tokens = inputs["completion_ids"]
+        if self._logits_fit(tokens):
+            # TRL's head scores every position on a CPU, prompts included; this one scores completions.
+            output = model(
+                input_ids, attention_mask=attention_mask, logits_to_keep=tokens.shape[1] + 1, use_cache=False
+            )
+            logps, entropies = token_logps_and_entropies(output.logits[:, :-1], tokens, self.temperature)
+            return logps, entropies, None
+        forward = super()._get_per_token_logps_and_entropies(
+            model, input_ids, attention_mask, tokens.shape[1], **kwargs
+        )
         return cast(Forward, forward)
+
+    def _logits_fit(self, tokens: torch.Tensor) -> bool:
+        """Whether the logits of the completions may be held at once, on a CPU; elsewhere TRL's chunked head is best."""
+        if self.aux_loss_enabled or self._entropy_bonus_enabled or self.accelerator.device.type != "cpu":
+            return False
+        vocabulary = int(self.policy().config.get_text_config().vocab_size)
+        return (tokens.numel() + tokens.shape[0]) * vocabulary <= _MAX_LOGITS
 
     @torch.no_grad()
     def _reference_logps(self, inputs: Inputs) -> torch.Tensor:

@@ -5,7 +5,13 @@ from axolotl.utils.schemas.config import AxolotlConfig
 
 
 def config(**trl: object) -> AxolotlConfig:
-    base = {"base_model": "m", "rl": "grpo", "micro_batch_size": 8, "datasets": [{"path": "rows.jsonl"}], "adapter": "lora"}
+    base = {
+        "base_model": "m",
+        "rl": "grpo",
+        "micro_batch_size": 8,
+        "datasets": [{"path": "rows.jsonl"}],
+        "adapter": "lora",
+    }
     return config_from_mapping({**base, "trl": {"reward_funcs": ["r.one", "r.two"], **trl}})
 
 
