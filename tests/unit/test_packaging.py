@@ -77,7 +77,10 @@ def test_pins_are_within_the_declared_ranges() -> None:
     from packaging.utils import canonicalize_name
 
     lines = (ROOT / "constraints" / "cpu.txt").read_text().splitlines()
-    pins = dict(line.split("==") for line in lines if line and not line.startswith("#"))
+    pins = {
+        canonicalize_name(name): version
+        for name, version in (line.split("==") for line in lines if line and not line.startswith("#"))
+    }
     extras = PROJECT["project"]["optional-dependencies"]
     for text in [*PROJECT["project"]["dependencies"], *extras["dev"], *extras["examples"]]:
         requirement = Requirement(text)
