@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from axolotl.cli.config import LoadedConfig, dump_config
-from axolotl.errors import ConfigError, Interrupted, ServerError
+from axolotl.errors import ConfigError, Interrupted, SyncError
 from axolotl.serving.client import ServerClient
 from axolotl.utils.schemas.config import AxolotlConfig
 from axolotl.utils.schemas.plan import server_url, sync_dir, uses_server
@@ -201,7 +201,7 @@ def _connect(config: AxolotlConfig, server: ManagedServer | None, stack: ExitSta
 
 def _check_rank(config: AxolotlConfig, limit: int | None) -> None:
     if limit is not None and config.lora_r > limit:
-        raise ServerError(
+        raise SyncError(
             f"lora_r {config.lora_r} is larger than the server's adapters may be ({limit})",
             code="E-SYN-03",
             why="the server was started with another config",
