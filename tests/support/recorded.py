@@ -23,6 +23,7 @@ from axolotl.core.trainers.grpo.pipeline import RolloutPipeline
 from axolotl.core.trainers.grpo.rollout.producer import SyncProducer
 from axolotl.core.trainers.grpo.sampler import GroupSampler
 from axolotl.core.trainers.grpo.scoring import Scorer
+from axolotl.core.trainers.grpo.specs import StepSpec
 from axolotl.core.trainers.grpo.trainer import AxolotlGRPOTrainer
 from axolotl.core.trainers.grpo.types import Completion, CompletionGroup, PromptRow, RewardRequest, RewardResult
 from axolotl.core.trainers.grpo.weight_sync.in_process import InProcessSync
@@ -216,13 +217,10 @@ def our_trainer(
         scale=args.scale_rewards,
     )
     pipeline = RolloutPipeline(
+        spec=StepSpec(micro_batch_size, args.loss_type, mask_truncated=mask_truncated),
         producer=producer,
         scorer=Scorer(rewards, tokenizer, spec, lambda: trainer.state),
         sync=InProcessSync(),
-        micro_batch_size=micro_batch_size,
-        sync_interval=1,
-        loss_type=args.loss_type,
-        mask_truncated=mask_truncated,
         accelerator=trainer.accelerator,
     )
     trainer.attach(pipeline, sampler, importance=importance)

@@ -34,7 +34,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "axolotl.loaders",
         "axolotl.health",
     ),
-    (f"{GRPO}.metrics", f"{GRPO}.sampler", f"{GRPO}.args", f"{GRPO}.protocols", f"{GRPO}.ledger"),
+    (f"{GRPO}.metrics", f"{GRPO}.sampler", f"{GRPO}.args", f"{GRPO}.specs", f"{GRPO}.protocols", f"{GRPO}.ledger"),
     (f"{GRPO}.types", f"{GRPO}.algo", f"{GRPO}.distributed", "axolotl.serving"),
     ("axolotl.utils.schemas",),
     ("axolotl.utils",),

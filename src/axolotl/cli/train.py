@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, cast
 from axolotl.cli.config import LoadedConfig, dump_config
 from axolotl.errors import ConfigError, Interrupted, SyncError
 from axolotl.serving.client import ServerClient
+from axolotl.serving.link import ServerLink
 from axolotl.utils.schemas.config import AxolotlConfig
 from axolotl.utils.schemas.plan import server_url, sync_dir, uses_server
 
 if TYPE_CHECKING:
     from axolotl.core.run.output_dir import OutputDir
-    from axolotl.core.trainers.grpo.assembly import Parts, ServerLink
+    from axolotl.core.trainers.grpo.assembly import Parts
     from axolotl.core.trainers.grpo.trainer import AxolotlGRPOTrainer
     from axolotl.serving.supervisor import ManagedServer
 
@@ -184,7 +185,6 @@ def _prepare(loaded: LoadedConfig, server: ManagedServer | None, stack: ExitStac
 
 def _connect(config: AxolotlConfig, server: ManagedServer | None, stack: ExitStack) -> ServerLink:
     """Wait for the server, check that it serves our base model, and claim it for this run."""
-    from axolotl.core.trainers.grpo.assembly import ServerLink
     from axolotl.serving.fingerprint import fingerprint
 
     timeout = float(config.trl.vllm_server_timeout or 300)

@@ -9,14 +9,13 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from axolotl.cli import train
 from axolotl.cli.config import config_from_mapping
-from axolotl.core.trainers.grpo import assembly
+from axolotl.core.trainers.grpo import specs
 from axolotl.core.trainers.grpo.args import grpo_arguments
 from axolotl.core.trainers.grpo.rewards.loading import load_rewards
 from axolotl.data.prompts import prepare_prompts
@@ -139,26 +138,20 @@ def same_argument(key: str, value: Any, **more: Any) -> Reaches:
 
 def sampled(name: str) -> Callable[[AxolotlConfig], Any]:
     """What the server is asked for."""
-    return lambda config: getattr(assembly.sampling(config), name)
+    return lambda config: getattr(specs.sampling(config), name)
 
 
 def advantage(name: str) -> Callable[[AxolotlConfig], Any]:
-    return lambda config: getattr(assembly.advantage_spec(config, len(config.trl.reward_funcs or ())), name)
+    return lambda config: getattr(specs.advantage_spec(config, len(config.trl.reward_funcs or ())), name)
 
 
 def importance(name: str) -> Callable[[AxolotlConfig], Any]:
-    return lambda config: getattr(assembly.importance_spec(config), name)
+    return lambda config: getattr(specs.importance_spec(config), name)
 
 
 def pipeline(name: str) -> Callable[[AxolotlConfig], Any]:
-    """What the rollout pipeline of a run with a server is built with."""
-
-    def read(config: AxolotlConfig) -> Any:
-        parts: Any = SimpleNamespace(config=config, rewards=SimpleNamespace(names=("one",)), tokenizer=None, server=1)
-        trainer: Any = SimpleNamespace(state=None, accelerator=None)
-        return getattr(assembly._pipeline(parts, trainer, None, None), name)  # type: ignore[arg-type]
-
-    return read
+    """What the rollout pipeline is built with."""
+    return lambda config: getattr(specs.step_spec(config), name)
 
 
 def client_timeout(config: AxolotlConfig) -> float:
@@ -246,14 +239,14 @@ TABLE: dict[str, Reaches | Refused] = {
     "use_data_producer": Reaches(True, allows_async, True),
     "async_prefetch": Refused(True, PRODUCER),
     "prefetch_depth": Refused(2, PRODUCER),
-    "vllm_sync_interval": Reaches(5, pipeline("sync_interval"), 5),
+    "vllm_sync_interval": Reaches(5, pipeline("sync_interval"), 5, WITH_SERVER, SERVED),
     "vllm_lora_sync": Reaches(True, may_train, True, {"use_vllm": True}, SERVED),
     "streaming_partial_batch": Refused(True, PRODUCER),
     "streaming_min_groups": Refused(2, PRODUCER),
     "skip_zero_advantage_batches": Refused(False),
     "reward_num_workers": Refused(4),
     "vllm_enable_sleep_mode": Refused(True),
-    "vllm_importance_sampling_correction": Reaches(False, assembly.importance_spec, None, WITH_SERVER, SERVED),
+    "vllm_importance_sampling_correction": Reaches(False, specs.importance_spec, None, WITH_SERVER, SERVED),
     "importance_sampling_level": same_argument("importance_sampling_level", "sequence"),
     "vllm_importance_sampling_mode": Reaches("token_mask", importance("mode"), "token_mask", WITH_SERVER, SERVED),
     "vllm_importance_sampling_cap": Reaches(2.0, importance("cap"), 2.0, WITH_SERVER, SERVED),

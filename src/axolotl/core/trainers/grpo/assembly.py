@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import cast
 
 from peft import PeftModel
 from transformers import PreTrainedTokenizerBase, PrinterCallback
 from trl import GRPOConfig  # type: ignore[attr-defined]
 
-from axolotl.core.trainers.grpo.algo.advantages import AdvantageSpec
-from axolotl.core.trainers.grpo.algo.importance import ImportanceSpec
 from axolotl.core.trainers.grpo.args import grpo_arguments
 from axolotl.core.trainers.grpo.generation.server import ServerBackend
 from axolotl.core.trainers.grpo.generation.transformers import TransformersBackend
@@ -21,24 +18,16 @@ from axolotl.core.trainers.grpo.protocols import GenerationBackend, RewardRunner
 from axolotl.core.trainers.grpo.rollout.producer import SyncProducer
 from axolotl.core.trainers.grpo.sampler import GroupSampler
 from axolotl.core.trainers.grpo.scoring import Scorer
+from axolotl.core.trainers.grpo.specs import advantage_spec, importance_spec, sampling, step_spec
 from axolotl.core.trainers.grpo.trainer import AxolotlGRPOTrainer
 from axolotl.core.trainers.grpo.weight_sync.in_process import InProcessSync
 from axolotl.core.trainers.grpo.weight_sync.lora_files import LoraFiles
 from axolotl.data.prompts import PromptData
 from axolotl.loaders.model import load_model, lora_config
 from axolotl.loaders.precision import Precision
-from axolotl.serving.client import ServerClient
-from axolotl.serving.wire import Sampling
+from axolotl.serving.link import ServerLink
 from axolotl.utils.schemas.config import AxolotlConfig
 from axolotl.utils.schemas.plan import batch_plan
-
-
-@dataclass(frozen=True)
-class ServerLink:
-    """The server that this run has claimed. directory: this run's place for adapter versions."""
-
-    client: ServerClient
-    directory: Path
 
 
 @dataclass(frozen=True)
@@ -85,54 +74,6 @@ def assemble(parts: Parts) -> AxolotlGRPOTrainer:
     return trainer
 
 
-def sampling(config: AxolotlConfig, *, end_token: int | None = None) -> Sampling:
-    """How completions are drawn, in the words of the protocol.
-
-    Args:
-        end_token: one that the config made an end token; the generator knows those of the base model only.
-    """
-    trl = config.trl
-    extra = dict(trl.generation_kwargs or {})
-    if end_token is not None:
-        extra["stop_token_ids"] = sorted({*extra.get("stop_token_ids", ()), end_token})
-    assert trl.max_completion_length is not None and trl.num_generations is not None
-    return Sampling(
-        n=trl.num_generations,
-        max_tokens=trl.max_completion_length,
-        temperature=cast(float, trl.temperature),
-        top_p=cast(float, trl.top_p),
-        top_k=cast(int, trl.top_k),
-        min_p=trl.min_p or 0.0,
-        repetition_penalty=cast(float, trl.repetition_penalty),
-        structured_regex=trl.vllm_guided_decoding_regex,
-        extra=extra,
-    )
-
-
-def importance_spec(config: AxolotlConfig) -> ImportanceSpec | None:
-    """None where nothing needs correcting: the policy samples by itself, or the user switched the correction off."""
-    trl = config.trl
-    if not (trl.use_vllm and trl.vllm_importance_sampling_correction):
-        return None
-    assert trl.vllm_importance_sampling_mode is not None
-    return ImportanceSpec(
-        mode=trl.vllm_importance_sampling_mode,
-        cap=trl.vllm_importance_sampling_clip_max,
-        floor=trl.vllm_importance_sampling_clip_min,
-    )
-
-
-def advantage_spec(config: AxolotlConfig, num_functions: int) -> AdvantageSpec:
-    trl = config.trl
-    assert trl.multi_objective_aggregation is not None and trl.num_generations is not None
-    return AdvantageSpec(
-        group_size=trl.num_generations,
-        weights=tuple(trl.reward_weights or [1.0] * num_functions),
-        aggregation=trl.multi_objective_aggregation,
-        scale=trl.scale_rewards,
-    )
-
-
 def _arguments(parts: Parts, sampler: GroupSampler) -> GRPOConfig:
     autocast = parts.precision.autocast
     kwargs = grpo_arguments(
@@ -174,18 +115,12 @@ def _producer(parts: Parts, trainer: AxolotlGRPOTrainer, sync: WeightSync, sampl
 
 
 def _pipeline(parts: Parts, trainer: AxolotlGRPOTrainer, sync: WeightSync, producer: SyncProducer) -> RolloutPipeline:
-    config = parts.config
-    assert config.trl.loss_type is not None and config.trl.vllm_sync_interval is not None
-    spec = advantage_spec(config, len(parts.rewards.names))
+    spec = advantage_spec(parts.config, len(parts.rewards.names))
     return RolloutPipeline(
+        spec=step_spec(parts.config),
         producer=producer,
         scorer=Scorer(parts.rewards, parts.tokenizer, spec, lambda: trainer.state),
         sync=sync,
-        micro_batch_size=config.micro_batch_size,
-        # Without a server nothing is ever behind, whatever the interval.
-        sync_interval=config.trl.vllm_sync_interval if parts.server else 1,
-        loss_type=config.trl.loss_type,
-        mask_truncated=config.trl.mask_truncated_completions,
         accelerator=trainer.accelerator,
     )
 

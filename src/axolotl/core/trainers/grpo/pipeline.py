@@ -20,6 +20,7 @@ from axolotl.core.trainers.grpo.metrics import completion_metrics, reward_metric
 from axolotl.core.trainers.grpo.microbatch import MicroBatch, known_tokens, split
 from axolotl.core.trainers.grpo.protocols import DataProducer, WeightSync
 from axolotl.core.trainers.grpo.scoring import ScoredBatch, Scorer, loss_mask
+from axolotl.core.trainers.grpo.specs import StepSpec
 from axolotl.core.trainers.grpo.types import RolloutBatch
 from axolotl.core.trainers.grpo.weight_sync.schedule import is_due, version_of
 
@@ -35,21 +36,18 @@ class StepBatch:
 
 @dataclass(frozen=True)
 class RolloutPipeline:
-    """micro_batch_size counts completions. sync_interval counts optimizer steps."""
+    """The parts of a run, joined. Made by `assembly.py`."""
 
+    spec: StepSpec
     producer: DataProducer
     scorer: Scorer
     sync: WeightSync
-    micro_batch_size: int
-    sync_interval: int
-    loss_type: str
-    mask_truncated: bool
     accelerator: Accelerator
 
     def step(self, step: int) -> StepBatch:
         """The micro-batches of optimizer step `step`, counted from 0."""
         started = time.perf_counter()
-        if is_due(step, self.sync.version, self.sync_interval):
+        if is_due(step, self.sync.version, self.spec.sync_interval):
             self.sync.push(version_of(step))
         synced = time.perf_counter()
         batch = self.producer.produce(step)
@@ -82,13 +80,13 @@ class RolloutPipeline:
             self.sync.push(version_of(step))
 
     def _cut(self, scored: ScoredBatch) -> list[MicroBatch]:
-        mask = loss_mask(scored.batch, mask_truncated=self.mask_truncated)
+        mask = loss_mask(scored.batch, mask_truncated=self.spec.mask_truncated)
         tokens = float(known_tokens(mask, scored.batch.sampling_logps).sum())
         return split(
             scored,
-            micro_batch_size=self.micro_batch_size,
-            loss_type=self.loss_type,
-            mask_truncated=self.mask_truncated,
+            micro_batch_size=self.spec.micro_batch_size,
+            loss_type=self.spec.loss_type,
+            mask_truncated=self.spec.mask_truncated,
             device=torch.device(self.accelerator.device),
             all_ranks_tokens=sum_over_ranks(self.accelerator, tokens),
         )

@@ -1,6 +1,6 @@
 from axolotl.cli.config import config_from_mapping
 from axolotl.core.trainers.grpo.algo.importance import ImportanceSpec
-from axolotl.core.trainers.grpo.assembly import advantage_spec, importance_spec, sampling
+from axolotl.core.trainers.grpo.specs import advantage_spec, importance_spec, sampling
 from axolotl.utils.schemas.config import AxolotlConfig
 
 
