@@ -80,9 +80,12 @@ def _vllm_serve(invocation: Invocation) -> None:
 
 def _load(invocation: Invocation, purpose: Command) -> LoadedConfig:
     assert invocation.command is not None and invocation.config is not None
-    return load_config(
+    loaded = load_config(
         invocation.config, invocation.overrides, purpose=purpose, own_flags=OWN_FLAGS[invocation.command]
     )
+    if isinstance(loaded.config.deepspeed, str):
+        find_deepspeed_file(loaded.config.deepspeed, loaded.path.parent)
+    return loaded
 
 
 def _print_warnings(loaded: LoadedConfig) -> None:
