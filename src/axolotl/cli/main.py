@@ -13,6 +13,7 @@ from axolotl.cli import check, config_schema, help_text
 from axolotl.cli.config import LoadedConfig, dump_config, load_config
 from axolotl.cli.invocation import OWN_FLAGS, Invocation, parse
 from axolotl.cli.reporting import exit_code_of, recorded_in
+from axolotl.utils.deepspeed_file import find_deepspeed_file
 from axolotl.utils.schemas.availability import Command, not_available
 
 

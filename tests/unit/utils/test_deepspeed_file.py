@@ -25,6 +25,6 @@ def test_shipped_files_are_found_from_anywhere(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_file_that_is_nowhere_is_an_error_with_the_places(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no file zero9.json") as problem:
+    with pytest.raises(ConfigError, match="there is no file zero9") as problem:
         find_deepspeed_file("zero9.json", tmp_path)
     assert str(tmp_path) in problem.value.why and "zero3_bf16" in problem.value.do
