@@ -129,6 +129,20 @@ def test_three_prompts_where_a_batch_needs_four(
     assert code == 4 and "3 prompts are too few: one optimizer step takes 4" in error
 
 
+@pytest.mark.parametrize(
+    ("option", "wanted"),
+    [
+        ("--lora_target_modules=[no_such_proj]", "no_such_proj"),
+        ("--trl.vllm_guided_decoding_regex=[0-9]+", "vllm_guided_decoding_regex"),
+        ("--optim_args=no_such_arg=1", "no_such_arg"),
+    ],
+)
+def test_what_the_libraries_refuse(option: str, wanted: str, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    edit(project, "lora_target_linear: true\n", "")
+    code, error = train(capsys, option)
+    assert code == 2 and wanted in error and "Traceback" not in error
+
+
 def test_a_batch_that_cuts_a_group(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, error = train(capsys, "--micro_batch_size", "3", "--gradient_accumulation_steps", "2")
     assert code == 2 and "micro_batch_size" in error and "num_generations" in error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -114,6 +115,24 @@ def test_the_sync_interval_lets_rollouts_age(project: Served) -> None:
         main(["train", "config.yaml", "--output_dir", "aged", "--trl.vllm_sync_interval", "2", "--max_steps", "3"]) == 0
     )
     assert [step["staleness/max"] for step in metrics(project.directory / "aged")] == [0, 1, 0]
+
+
+def test_evaluation_judges_the_weights_of_its_own_moment(project: Served) -> None:
+    evaluate = ["--val_set_size", "0.25", "--eval_strategy", "steps", "--eval_steps", "1"]
+    arguments = ["--output_dir", "judged", "--trl.vllm_sync_interval", "2", *evaluate]
+    assert main(["train", "config.yaml", *arguments]) == 0
+    lines = (project.directory / "judged" / "metrics.jsonl").read_text().splitlines()
+    gaps = [json.loads(line).get("eval_sampling/sampling_logp_difference/max") for line in lines]
+    gaps = [gap for gap in gaps if gap is not None]
+    # Weights of an optimizer step earlier would disagree by far more at this learning rate.
+    assert len(gaps) == 2 and max(gaps) < 1e-3
+
+
+def test_a_server_that_is_too_short_for_the_prompts_is_named_before_training(
+    project: Served, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "config.yaml", "--output_dir", "long", "--trl.max_completion_length", "505"]) == 2
+    assert "E-CFG-14" in capsys.readouterr().err
 
 
 def test_another_base_model_is_refused_before_training(

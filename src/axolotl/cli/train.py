@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from axolotl.core.run.output_dir import OutputDir
     from axolotl.core.trainers.grpo.assembly import Parts
     from axolotl.core.trainers.grpo.trainer import AxolotlGRPOTrainer
+    from axolotl.data.prompts import PromptData
     from axolotl.serving.supervisor import ManagedServer
 
 
@@ -40,6 +41,7 @@ def run(loaded: LoadedConfig, flags: TrainFlags) -> None:
         AxolotlError: of the kind that names who has to act; what was achieved until then is on disk.
     """
     _prepare_environment(loaded.config)
+    from axolotl.core.run.faults import named_faults
     from axolotl.core.run.output_dir import RESOLVED_CONFIG, OutputDir
     from axolotl.core.run.signals import exit_on_sigterm
 
@@ -52,6 +54,7 @@ def run(loaded: LoadedConfig, flags: TrainFlags) -> None:
         stack.enter_context(exit_on_sigterm())
         # The server loads while the data is prepared here.
         server = _start_managed_server(loaded, output, _share_gpus(config), stack)
+        stack.enter_context(named_faults(output.path))
         parts = _prepare(loaded, server, stack)
         trainer = _build(parts, output)
         _train(trainer, output, checkpoint)
@@ -98,16 +101,16 @@ def _newest_checkpoint(config: AxolotlConfig) -> str | None:
 
 
 def _find_checkpoint(config: AxolotlConfig, resume: bool | str) -> str | None:
-    if isinstance(resume, str):
-        if not (Path(resume) / "trainer_state.json").is_file():
-            raise ConfigError(
-                f"--resume {resume}: this is no checkpoint",
-                why="it holds no trainer_state.json",
-                do="give a directory checkpoint-N of an earlier run",
-            )
-        return resume
     if not resume:
         return None
+    if config.trl.sync_ref_model:
+        raise ConfigError(
+            "--resume does not work with trl.sync_ref_model: true",
+            why="checkpoints do not hold the reference model, which has moved since the run began",
+            do="start over with --overwrite, or set trl.sync_ref_model: false",
+        )
+    if isinstance(resume, str):
+        return _require_complete(Path(resume))
     checkpoint = _newest_checkpoint(config)
     if checkpoint is None:
         raise ConfigError(
@@ -116,7 +119,21 @@ def _find_checkpoint(config: AxolotlConfig, resume: bool | str) -> str | None:
             do="leave out --resume to start from the beginning",
         )
     _say(f"resuming from {checkpoint}")
-    return checkpoint
+    return _require_complete(Path(checkpoint))
+
+
+def _require_complete(checkpoint: Path) -> str:
+    """A checkpoint without the optimizer's state would go on as another run, silently."""
+    missing = [
+        name for name in ("trainer_state.json", "optimizer.pt", "scheduler.pt") if not (checkpoint / name).is_file()
+    ]
+    if missing:
+        raise ConfigError(
+            f"--resume {checkpoint}: this is no checkpoint that can be resumed",
+            why=f"it holds no {missing[0]}",
+            do="give a directory checkpoint-N of a run with save_only_model: false",
+        )
+    return str(checkpoint)
 
 
 def _share_gpus(config: AxolotlConfig) -> str | None:
@@ -175,7 +192,7 @@ def _prepare(loaded: LoadedConfig, server: ManagedServer | None, stack: ExitStac
         _say(note)
     if sampler.left_out:
         _say(f"{sampler.left_out} of {sampler.num_prompts} prompts do not fill a step; each epoch leaves out others")
-    link = _connect(config, server, stack) if uses_server(config) else None
+    link = _connect(config, prompts, server, stack) if uses_server(config) else None
     device = pick_device()
     precision = resolve_precision(config, device)
     if precision.note:
@@ -183,7 +200,7 @@ def _prepare(loaded: LoadedConfig, server: ManagedServer | None, stack: ExitStac
     return Parts(config, tokenizer, prompts, InlineRewards(functions), device, precision, link)
 
 
-def _connect(config: AxolotlConfig, server: ManagedServer | None, stack: ExitStack) -> ServerLink:
+def _connect(config: AxolotlConfig, prompts: PromptData, server: ManagedServer | None, stack: ExitStack) -> ServerLink:
     """Wait for the server, check that it serves our base model, and claim it for this run."""
     from axolotl.serving.fingerprint import fingerprint
 
@@ -191,12 +208,42 @@ def _connect(config: AxolotlConfig, server: ManagedServer | None, stack: ExitSta
     client = stack.enter_context(ServerClient(server_url(config), sync_dir(config), timeout))
     info = server.wait_ready(client, _say) if server is not None else client.wait_ready(_say)
     run_id = f"run-{uuid.uuid4().hex[:12]}"
+    _check_lengths(
+        prompts, config, info.max_model_len, "the server's max_model_len", "start it with vllm.max_model_len"
+    )
     ours = fingerprint(config.base_model, config.revision_of_model, bool(config.trust_remote_code))
     client.claim(run_id, ours)
     stack.callback(client.release)
     _check_rank(config, info.max_lora_rank)
+    _warn_of_bias(config)
     _say(f"generating with the {info.engine} engine at {client.url} ({info.dtype}, instance {info.instance_id})")
     return ServerLink(client, sync_dir(config) / "adapters" / run_id)
+
+
+def _check_lengths(prompts: PromptData, config: AxolotlConfig, limit: int, name: str, do: str) -> None:
+    """Raise before training what would otherwise end it at the first long prompt."""
+    longest = max(
+        len(ids) for rows in (prompts.train, prompts.evaluation) if rows for ids in rows.dataset["prompt_ids"]
+    )
+    needed = longest + (config.trl.max_completion_length or 0)
+    if needed > limit:
+        raise ConfigError(
+            f"the longest prompt and a completion need {needed} tokens, {name} is {limit}",
+            code="E-CFG-14",
+            why=f"{longest} tokens of prompt + trl.max_completion_length {config.trl.max_completion_length}",
+            do=f"lower sequence_len or trl.max_completion_length, or {do} at least {needed}",
+        )
+
+
+def _warn_of_bias(config: AxolotlConfig) -> None:
+    trl = config.trl
+    filters = {"top_p": trl.top_p != 1.0, "top_k": bool(trl.top_k), "min_p": bool(trl.min_p)}
+    used = [f"trl.{name}" for name, is_set in filters.items() if is_set]
+    if used and trl.vllm_importance_sampling_correction:
+        _say(
+            f"warning: {', '.join(used)} cut the sampling distribution; importance weights compare it with the uncut "
+            "policy and come out too small (watch sampling/importance_sampling_ratio/mean)"
+        )
 
 
 def _check_rank(config: AxolotlConfig, limit: int | None) -> None:
@@ -222,29 +269,34 @@ def _build(parts: Parts, output: OutputDir) -> AxolotlGRPOTrainer:
 
 
 def _train(trainer: AxolotlGRPOTrainer, output: OutputDir, checkpoint: str | None) -> None:
+    from axolotl.core.run.faults import kept
     from axolotl.core.run.signals import StopAtBoundary, StopRequest
 
     stop = StopRequest()
     trainer.add_callback(StopAtBoundary(stop))
     with stop.listening():
         trainer.train(resume_from_checkpoint=checkpoint)
-    if stop.received is not None:
-        step = trainer.state.global_step
+    step, last = trainer.state.global_step, trainer.state.max_steps
+    # A signal after the last step changes nothing: the run is complete and is saved as one.
+    if stop.received is not None and step < last:
         raise Interrupted(
-            f"stopped by a signal after step {step} of {trainer.state.max_steps}",
+            f"stopped by a signal after step {step} of {last}",
             signal_number=stop.received,
-            saved=f"{output.path / f'checkpoint-{step}'}",
+            saved=kept(output.path),
             do="run the same command with --resume to go on",
         )
 
 
 def _finish(trainer: AxolotlGRPOTrainer, output: OutputDir, config: AxolotlConfig) -> None:
+    from axolotl.core.run.output_dir import LAST_ERROR
+
     with output.saving():
         trainer.save_model(str(output.path))
     if uses_server(config) and not config.vllm.managed:
         # Whoever asks the server after the run gets the policy that was saved.
-        trainer.pipeline.push_final(trainer.state.global_step)
+        trainer.pipeline.catch_up(trainer.state.global_step)
     trainer.pipeline.close()
+    output.file(LAST_ERROR).unlink(missing_ok=True)
     what = "adapter" if config.adapter else "model"
     _say(
         f"done: {trainer.state.global_step} steps; {what} in {output.path}, metrics in {output.path / 'metrics.jsonl'}"

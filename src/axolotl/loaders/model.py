@@ -51,6 +51,13 @@ def load_model(
     embeddings = model.get_input_embeddings()
     assert isinstance(embeddings, torch.nn.Embedding)
     if len(tokenizer) > embeddings.num_embeddings:
+        if config.trl.beta and config.adapter is None:
+            raise ConfigError(
+                "special_tokens: new tokens cannot be combined with trl.beta in full fine-tuning",
+                code="E-CFG-13",
+                why="the reference model has no embeddings for them",
+                do="set trl.beta to 0, use an adapter, or use tokens that the model knows",
+            )
         model.resize_token_embeddings(len(tokenizer))
     return model
 

@@ -22,9 +22,10 @@ class MetricsFile(TrainerCallback):
         """A resumed run takes back the lines of steps that its checkpoint does not hold."""
         if not self._path.exists():
             return
-        lines = [line for line in self._path.read_text().splitlines() if line]
-        kept = [line for line in lines if json.loads(line)["step"] <= state.global_step]
-        self._path.write_text("".join(f"{line}\n" for line in kept))
+        kept = [line for line in self._path.read_text().splitlines() if _step_of(line) <= state.global_step]
+        temporary = self._path.with_suffix(".tmp")
+        temporary.write_text("".join(f"{line}\n" for line in kept))
+        temporary.replace(self._path)
 
     def on_log(
         self,
@@ -39,6 +40,14 @@ class MetricsFile(TrainerCallback):
         entry = {"step": state.global_step, **{name: _finite(value) for name, value in (logs or {}).items()}}
         with self._path.open("a") as file:
             file.write(json.dumps(entry) + "\n")
+
+
+def _step_of(line: str) -> float:
+    """The step of a line; infinity for one that a killed run left half written."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf
 
 
 def _finite(value: Any) -> Any:

@@ -76,7 +76,8 @@ class OutputDir:
         self.note(*({item for item in self.path.iterdir() if item.is_file()} - before))
 
     def _has_results(self) -> bool:
-        return any(item.name not in _DISPOSABLE | {_NOTES.parent.name} for item in self.path.iterdir())
+        ours = _DISPOSABLE | {_NOTES.parent.name}
+        return any(item.name not in ours and not _is_empty_directory(item) for item in self.path.iterdir())
 
     def _delete_written(self) -> None:
         parents: set[Path] = set()
@@ -95,6 +96,10 @@ class OutputDir:
         temporary = notes.with_suffix(".tmp")
         temporary.write_text(json.dumps(sorted(self._written), indent=0))
         temporary.replace(notes)
+
+
+def _is_empty_directory(path: Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())
 
 
 def _read_notes(path: Path) -> set[str]:

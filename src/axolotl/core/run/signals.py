@@ -51,10 +51,10 @@ class StopAtBoundary(TrainerCallback):
 
 @contextmanager
 def exit_on_sigterm() -> Iterator[None]:
-    """Before training begins there is nothing to save: SIGTERM unwinds the program so that what it started is ended."""
+    """Before and after training there is no step to wait for: SIGTERM unwinds the program and ends what it started."""
 
     def leave(number: int, frame: FrameType | None) -> None:
-        raise Interrupted("stopped before training began", signal_number=number)
+        raise Interrupted("stopped by SIGTERM outside of training", signal_number=number)
 
     previous = signal.signal(signal.SIGTERM, leave)
     try:

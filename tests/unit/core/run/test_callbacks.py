@@ -42,6 +42,8 @@ def test_a_resumed_run_takes_back_steps_that_its_checkpoint_lacks(tmp_path: Path
     callback = MetricsFile(path)
     for step in (1, 2, 3):
         callback.on_log(args, state(step), CONTROL, logs={"loss": 0.0})
+    with path.open("a") as file:
+        file.write('{"step": 2, "lo')
     callback.on_train_begin(args, state(2), CONTROL)
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2]
 

@@ -168,7 +168,7 @@ def client_timeout(config: AxolotlConfig) -> float:
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         patch.setattr(train, "ServerClient", client)
         with pytest.raises(Noted):
-            train._connect(config, None, stack)
+            train._connect(config, None, None, stack)  # type: ignore[arg-type]
     return given[0]
 
 

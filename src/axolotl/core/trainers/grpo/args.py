@@ -117,7 +117,8 @@ def grpo_arguments(config: AxolotlConfig, *, device: str, steps_per_epoch: int, 
         # The progress line is ours.
         "disable_tqdm": True,
         "push_to_hub": config.hub_model_id is not None,
-        "model_init_kwargs": None,
+        # What the reference model of full fine-tuning is loaded with.
+        "model_init_kwargs": {"revision": config.revision_of_model} if config.revision_of_model else None,
     }
     if config.ddp_timeout is not None:
         kwargs["ddp_timeout"] = config.ddp_timeout

@@ -25,6 +25,8 @@ from axolotl.core.trainers.grpo.weight_sync.lora_files import LoraFiles
 from axolotl.data.prompts import PromptData
 from axolotl.loaders.model import load_model, lora_config
 from axolotl.loaders.precision import Precision
+from axolotl.loaders.refusals import refused_by_libraries
+from axolotl.serving.engines.sampling import stop_rule
 from axolotl.serving.link import ServerLink
 from axolotl.utils.schemas.config import AxolotlConfig
 from axolotl.utils.schemas.plan import batch_plan
@@ -52,16 +54,7 @@ def assemble(parts: Parts) -> AxolotlGRPOTrainer:
     """A trainer that is ready to train."""
     config = parts.config
     sampler = build_sampler(config, len(parts.prompts.train))
-    model = load_model(config, parts.tokenizer, parts.precision, parts.device)
-    trainer = AxolotlGRPOTrainer(
-        model=model,
-        reward_funcs=[_named(name) for name in parts.rewards.names],
-        args=_arguments(parts, sampler),
-        train_dataset=parts.prompts.train.dataset,
-        eval_dataset=parts.prompts.evaluation.dataset if parts.prompts.evaluation else None,
-        processing_class=parts.tokenizer,
-        peft_config=lora_config(config),
-    )
+    trainer = _trl_trainer(parts, sampler)
     trainer.remove_callback(PrinterCallback)
     sync = _weight_sync(parts, trainer)
     producer = _producer(parts, trainer, sync, sampler)
@@ -71,6 +64,29 @@ def assemble(parts: Parts) -> AxolotlGRPOTrainer:
         importance=importance_spec(config),
         evaluation=(parts.prompts.evaluation, producer) if parts.prompts.evaluation else None,
     )
+    return trainer
+
+
+def _trl_trainer(parts: Parts, sampler: GroupSampler) -> AxolotlGRPOTrainer:
+    """Raises `ConfigError` for what the libraries refuse: arguments, adapter, optimizer."""
+    config = parts.config
+    with refused_by_libraries():
+        args = _arguments(parts, sampler)
+        if parts.server is None:
+            # The server says so itself; in process nobody would before the first step.
+            stop_rule(sampling(config), frozenset())
+    model = load_model(config, parts.tokenizer, parts.precision, parts.device)
+    with refused_by_libraries():
+        trainer = AxolotlGRPOTrainer(
+            model=model,
+            reward_funcs=[_named(name) for name in parts.rewards.names],
+            args=args,
+            train_dataset=parts.prompts.train.dataset,
+            eval_dataset=parts.prompts.evaluation.dataset if parts.prompts.evaluation else None,
+            processing_class=parts.tokenizer,
+            peft_config=lora_config(config),
+        )
+        trainer.create_optimizer()
     return trainer
 
 
@@ -107,7 +123,7 @@ def _producer(parts: Parts, trainer: AxolotlGRPOTrainer, sync: WeightSync, sampl
         rows=parts.prompts.train,
         sampler=sampler,
         backend=backend,
-        sampling=sampling(parts.config, end_token=eos if parts.config.special_tokens.eos_token else None),
+        sampling=sampling(parts.config, end_token=eos if _has_own_end_token(parts.config) else None),
         run_seed=parts.config.seed,
         pad_token_id=pad,
         eos_token_id=eos,
@@ -123,6 +139,11 @@ def _pipeline(parts: Parts, trainer: AxolotlGRPOTrainer, sync: WeightSync, produ
         sync=sync,
         accelerator=trainer.accelerator,
     )
+
+
+def _has_own_end_token(config: AxolotlConfig) -> bool:
+    """Whether the config's end token may be another than the base model's, which is all that the server knows."""
+    return config.special_tokens.eos_token is not None or config.tokenizer_config is not None
 
 
 def _named(name: str) -> Callable[..., list[float | None]]:

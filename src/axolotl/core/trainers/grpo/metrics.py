@@ -54,7 +54,8 @@ def sampling_metrics(logp_gaps: torch.Tensor, weights: torch.Tensor) -> dict[str
     """How far trainer and sampler disagree about the sampled tokens, and the importance weights that follow.
 
     Args:
-        logp_gaps: `[T]` absolute differences of known tokens. weights: `[T]` weights as applied.
+        logp_gaps: `[T]` absolute differences of known tokens. weights: the weights as applied, one a token or, in the
+            sequence modes, one a completion.
     """
     if not logp_gaps.numel():
         return {}

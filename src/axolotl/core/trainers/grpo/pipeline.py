@@ -66,7 +66,7 @@ class RolloutPipeline:
         return StepBatch(self._cut(scored), scored, metrics)
 
     def evaluate(self, batch: RolloutBatch) -> StepBatch:
-        """The same for held-out prompts, whose rollouts the caller made: no push, no schedule."""
+        """The same for held-out prompts, whose rollouts the caller made after `catch_up`."""
         scored = self.scorer.score(batch)
         return StepBatch(self._cut(scored), scored, self.describe(scored))
 
@@ -74,8 +74,8 @@ class RolloutPipeline:
         names = self.scorer.rewards.names
         return {**completion_metrics(scored.batch), **reward_metrics(names, scored.result.values, scored.advantages)}
 
-    def push_final(self, step: int) -> None:
-        """Leave the generator with the weights after the last step."""
+    def catch_up(self, step: int) -> None:
+        """Bring the generator to the weights before optimizer step `step`, whatever the interval."""
         if self.sync.version != version_of(step):
             self.sync.push(version_of(step))
 

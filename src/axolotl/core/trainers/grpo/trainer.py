@@ -27,6 +27,7 @@ from axolotl.core.trainers.grpo.pipeline import RolloutPipeline, StepBatch
 from axolotl.core.trainers.grpo.rollout.producer import SyncProducer
 from axolotl.core.trainers.grpo.sampler import GroupSampler
 from axolotl.core.trainers.grpo.types import PromptRow
+from axolotl.errors import NumericError
 
 Inputs = dict[str, torch.Tensor]
 Ticket = dict[str, int]
@@ -95,6 +96,12 @@ class AxolotlGRPOTrainer(GRPOTrainer):
             with nullcontext() if is_last else self.accelerator.no_sync(model):
                 total += self._run(model, micro_batch)
         self._record_sampling("train")
+        if not bool(total.isfinite()):
+            raise NumericError(
+                f"the loss of step {self.state.global_step + 1} is not finite ({total.item()})",
+                why="the weights are still those of the step before",
+                do="lower learning_rate, check the rewards' size, and go on with --resume",
+            )
         self._metrics["train"]["step_time"].append(time.perf_counter() - started)
         return total
 
@@ -182,6 +189,8 @@ class AxolotlGRPOTrainer(GRPOTrainer):
         """One held-out prompt through the same generation, rewards and loss; metrics come out as `eval_*`."""
         assert self.evaluation is not None
         rows, producer = self.evaluation
+        # The policy that is judged is the one that a checkpoint of this moment holds.
+        self.pipeline.catch_up(self.state.global_step)
         step = self.pipeline.evaluate(producer.roll_out([rows[inputs[_TICKET]]], epoch=-1))
         self._record(step, "eval")
         with torch.no_grad(), self.compute_loss_context_manager():
@@ -217,8 +226,9 @@ class AxolotlGRPOTrainer(GRPOTrainer):
 
     def _remember(self, result: Importance, gaps: torch.Tensor) -> None:
         known = result.known.bool()
-        weights = result.weights.expand_as(gaps) if result.weights.shape[1] == 1 else result.weights
-        self._weighted.append((gaps[known].cpu(), weights[known].cpu()))
+        # A sequence's weight counts once, however long the sequence is.
+        weights = result.weights.flatten() if result.weights.shape[1] == 1 else result.weights[known]
+        self._weighted.append((gaps[known].cpu(), weights.cpu()))
 
     def _record_sampling(self, mode: str) -> None:
         """Minima and maxima over the whole step, not averages of those of its micro-batches."""
@@ -228,6 +238,9 @@ class AxolotlGRPOTrainer(GRPOTrainer):
         self._weighted.clear()
         for name, value in sampling_metrics(gaps, weights).items():
             self._metrics[mode][name].append(value)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """TRL would write its README.md over a user's at every checkpoint; PEFT and transformers leave one in each."""
 
     def policy(self) -> PreTrainedModel:
         """The model that is trained, without the wrappers of accelerate."""

@@ -10,7 +10,7 @@ import torch
 from axolotl.core.trainers.grpo.rewards.function import RewardFunction
 from axolotl.core.trainers.grpo.rewards.inline import InlineRewards
 from axolotl.core.trainers.grpo.types import RewardRequest
-from axolotl.errors import RewardError
+from axolotl.errors import Interrupted, RewardError
 
 STATE = object()
 REQUEST = RewardRequest(
@@ -157,3 +157,51 @@ def test_a_keyboard_interrupt_is_left_alone() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         run(interrupted).score(REQUEST)
+
+
+def stopped(completions: list[Any]) -> list[float]:
+    raise Interrupted("stop", signal_number=15)
+
+
+async def stopped_async(completions: list[Any]) -> list[float]:
+    raise Interrupted("stop", signal_number=15)
+
+
+@pytest.mark.parametrize("function", [stopped, stopped_async])
+def test_an_interruption_is_not_the_functions_fault(function: Any) -> None:
+    runner = run(function)
+    with pytest.raises(Interrupted):
+        runner.score(REQUEST)
+    runner.close()
+
+
+def test_what_an_async_function_opened_serves_later_calls() -> None:
+    loops = []
+    opened: list[asyncio.Queue[float]] = []
+
+    async def asks(completions: list[Any]) -> list[float]:
+        loops.append(asyncio.get_running_loop())
+        if not opened:
+            opened.append(asyncio.Queue())
+        # A queue is bound to the loop in which something first waited for it.
+        waiting = asyncio.ensure_future(opened[0].get())
+        await asyncio.sleep(0)
+        opened[0].put_nowait(1.0)
+        return [await waiting] * len(completions)
+
+    runner = run(asks)
+    for _ in range(2):
+        assert runner.score(REQUEST).values[:, 0].tolist() == [1.0] * 4
+    assert loops[0] is loops[1]
+    runner.close()
+    assert loops[0].is_closed()
+
+
+def test_a_logged_column_has_one_value_a_completion() -> None:
+    def logs(completions: list[Any], log_extra: Any) -> list[float]:
+        log_extra("parsed", [1, 2, 3])
+        return [0.0] * 4
+
+    with pytest.raises(RewardError) as caught:
+        run(logs).score(REQUEST)
+    assert caught.value.what == "log_extra: column 'parsed' has 3 values for 4 completions"

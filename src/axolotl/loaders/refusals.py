@@ -1,0 +1,24 @@
+"""What the training libraries refuse about a config, as an error of the config."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from axolotl.errors import ConfigError
+
+
+@contextmanager
+def refused_by_libraries() -> Iterator[None]:
+    """What TRL, PEFT or transformers refuse about a config while a trainer is built is the config's fault."""
+    try:
+        yield
+    except (ValueError, TypeError, ImportError, NotImplementedError) as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise ConfigError(
+            "the training libraries refuse this config",
+            code="E-CFG-12",
+            why=lines[0],
+            do="change the option that this names",
+            details=tuple(lines[1:]),
+        ) from error
