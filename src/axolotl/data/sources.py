@@ -13,6 +13,7 @@ from huggingface_hub import constants
 from axolotl.errors import DataError
 from axolotl.utils.hub import hub_problem, looks_like_path
 from axolotl.utils.schemas.datasets import DatasetConfig
+from axolotl.utils.user_code import pass_interruption
 
 _BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
@@ -102,6 +103,7 @@ def _load_saved(directory: Path, entry: DatasetConfig, key: str) -> Dataset:
     try:
         saved = datasets.load_from_disk(str(directory))
     except Exception as error:
+        pass_interruption(error)
         raise _unreadable(entry, key, error) from error
     name, bracket, slice_ = (entry.split or "train").partition("[")
     if isinstance(saved, DatasetDict):
@@ -150,6 +152,7 @@ def _load_dataset(entry: DatasetConfig, key: str, source: str, **arguments: Any)
             do=f"set {key}.path to a local file, or try again where there is a network",
         ) from error
     except Exception as error:
+        pass_interruption(error)
         if isinstance(_cause(error), StopIteration) or "corresponds to no data" in str(error):
             raise _empty(entry, key) from error
         raise _unreadable(entry, key, error) from error

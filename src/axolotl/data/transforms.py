@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from axolotl.data.view import ConfigView
 from axolotl.errors import ConfigError, DataError
 from axolotl.utils.imports import import_attribute
-from axolotl.utils.user_code import error_lines, error_place, one_line
+from axolotl.utils.user_code import error_lines, error_place, one_line, pass_interruption
 
 _MAP_ARGUMENTS = frozenset(inspect.signature(Dataset.map).parameters) - {"self", "function"}
 
@@ -66,6 +66,7 @@ def apply_transform(
     except DataError:
         raise
     except Exception as error:
+        pass_interruption(error)
         raise DataError(
             f"{path}: the rows it makes cannot form a table",
             code="E-DAT-03",
@@ -81,6 +82,7 @@ def _call_transform(
     try:
         made = transform(cfg, **keywords)
     except Exception as error:
+        pass_interruption(error)
         raise ConfigError(
             f"{key}: {path}(cfg) raised {one_line(error)} ({error_place(error) or path})",
             do="correct the transform",
@@ -145,6 +147,7 @@ class _Guarded:
         try:
             made = self._map_fn(*given, **keywords)
         except Exception as error:
+            pass_interruption(error)
             raise self._failure(error, row) from error
         if made is None:
             raise DataError(

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from axolotl.errors import AxolotlError
-from axolotl.utils.user_code import error_lines, error_place, one_line, user_frames
+from axolotl.utils.user_code import error_lines, error_place, one_line, pass_interruption, user_frames
 
 
 def search_directories(base_dir: Path) -> tuple[Path, ...]:
@@ -78,6 +78,7 @@ def _import_module(name: str, wanted: _Wanted) -> ModuleType | None:
         why = f"it needs {problem.name!r}, which is not installed" if problem.name else one_line(problem)
         raise _failed_inside(problem, why, wanted) from problem
     except (Exception, SystemExit) as problem:
+        pass_interruption(problem)
         raise _failed_inside(problem, one_line(problem), wanted) from problem
 
 

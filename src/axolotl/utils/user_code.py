@@ -6,6 +6,8 @@ import sysconfig
 import traceback
 from pathlib import Path
 
+from axolotl.errors import Interrupted
+
 _OUR_PACKAGE = str(Path(__file__).resolve().parents[1])
 
 _LONGEST = 300
@@ -17,6 +19,20 @@ def _directories(*names: str) -> tuple[str, ...]:
 
 _INSTALLED = _directories("purelib", "platlib")
 _PYTHON = _directories("stdlib", "platstdlib")
+
+
+def pass_interruption(error: BaseException) -> None:
+    """Raises the `Interrupted` that `error` is, or that other code caught and wrapped: it is no fault of that code.
+
+    The first thing in every handler of all exceptions around code that is not ours.
+    """
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        if isinstance(link, Interrupted):
+            raise link
+        seen.add(id(link))
+        link = link.__cause__ or link.__context__
 
 
 def user_frames(error: BaseException) -> tuple[traceback.FrameSummary, ...]:

@@ -4,11 +4,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 from datasets import Dataset, DatasetDict
 
 from axolotl.data.sources import load_rows
-from axolotl.errors import DataError
+from axolotl.errors import DataError, Interrupted
 from axolotl.utils.schemas.datasets import DatasetConfig
 
 ROWS = Dataset.from_dict({"prompt": ["a", "b", "c", "d"], "answer": [1, 2, 3, 4]})
@@ -147,3 +148,21 @@ def test_an_empty_file_is_an_error(tmp_path: Path, text: str) -> None:
 def test_an_empty_slice_is_an_error(tmp_path: Path) -> None:
     error = failure(tmp_path, write(tmp_path, "jsonl"), split="train[:0]")
     assert error.code == "E-DAT-04" and "holds no rows in split train[:0]" in error.what
+
+
+@pytest.mark.parametrize(("loader", "path"), [("load_dataset", "rows.jsonl"), ("load_from_disk", "saved")])
+def test_an_interruption_is_not_the_files_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loader: str, path: str
+) -> None:
+    write(tmp_path, "jsonl")
+    ROWS.save_to_disk(tmp_path / "saved")
+
+    def stopped(*_: Any, **__: Any) -> Dataset:
+        try:
+            raise Interrupted("stop", signal_number=15)
+        except Interrupted as error:
+            raise RuntimeError("while generating the data set") from error
+
+    monkeypatch.setattr(datasets, loader, stopped)
+    with pytest.raises(Interrupted):
+        load(tmp_path, path)

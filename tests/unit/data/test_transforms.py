@@ -8,7 +8,7 @@ from datasets import Dataset
 
 from axolotl.data.transforms import apply_transform
 from axolotl.data.view import ConfigView
-from axolotl.errors import ConfigError, DataError
+from axolotl.errors import ConfigError, DataError, Interrupted
 from tests.support.tiny_model import make_tiny_tokenizer
 from tests.support.user_modules import write_module
 
@@ -157,3 +157,18 @@ def test_a_transform_that_cannot_be_imported_names_the_option(tmp_path: Path) ->
         apply(tmp_path, "broken_t", "import no_such_package_here\n")
     with pytest.raises(ConfigError, match=r"datasets\[0\]\.type: 'alpaca' is not an import path"):
         apply_transform(ROWS, "alpaca", cfg=CFG, index=0, tokenizer=make_tiny_tokenizer(), search=[tmp_path])
+
+
+@pytest.mark.parametrize(
+    ("name", "body"),
+    [("calling", "raise stop"), ("mapping", "def f(row):\n        raise stop\n    return f")],
+)
+def test_an_interruption_is_not_the_transforms_fault(tmp_path: Path, name: str, body: str) -> None:
+    source = f"""from axolotl.errors import Interrupted
+stop = Interrupted("stop", signal_number=15)
+def t(cfg):
+    {body}
+"""
+    with pytest.raises(Interrupted) as caught:
+        apply(tmp_path, f"stopped_{name}_t", source)
+    assert caught.value.exit_code == 143

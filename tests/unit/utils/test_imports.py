@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from axolotl.errors import RewardError
+from axolotl.errors import Interrupted, RewardError
 from axolotl.utils.imports import import_attribute, search_directories
 from tests.support.user_modules import imports_undone, write_module
 
@@ -115,3 +115,10 @@ def test_a_file_hidden_by_an_imported_module_of_that_name_is_pointed_out(tmp_pat
 def test_what_is_no_import_path_is_refused(path: str, tmp_path: Path) -> None:
     with pytest.raises(RewardError, match="is not an import path"):
         get(path, tmp_path)
+
+
+def test_an_interruption_during_an_import_is_not_the_modules_fault(tmp_path: Path) -> None:
+    source = "from axolotl.errors import Interrupted\nraise Interrupted('stop', signal_number=2)\n"
+    write_module(tmp_path, "stopped_mod", source)
+    with pytest.raises(Interrupted):
+        get("stopped_mod.f", tmp_path)

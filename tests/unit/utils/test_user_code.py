@@ -3,7 +3,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from axolotl.utils.user_code import error_lines, error_place, one_line, user_frames
+import pytest
+
+from axolotl.errors import Interrupted
+from axolotl.utils.user_code import error_lines, error_place, one_line, pass_interruption, user_frames
 
 
 def user_error(file: Path, source: str) -> BaseException:
@@ -34,3 +37,22 @@ def test_one_line_has_no_line_breaks() -> None:
 def test_an_error_without_frames_has_no_place() -> None:
     assert error_place(ValueError("never raised")) == ""
     assert error_lines(ValueError("never raised")) == ("ValueError: never raised",)
+
+
+@pytest.mark.parametrize("wraps", [False, True])
+def test_an_interruption_goes_through_also_when_other_code_wrapped_it(wraps: bool) -> None:
+    interrupted = Interrupted("stop", signal_number=15)
+    error: BaseException = interrupted
+    if wraps:
+        error = RuntimeError("generating rows failed")
+        error.__cause__ = ValueError("a row")
+        error.__cause__.__context__ = interrupted
+    with pytest.raises(Interrupted) as caught:
+        pass_interruption(error)
+    assert caught.value is interrupted
+
+
+def test_other_errors_are_no_interruption() -> None:
+    error = ValueError("x")
+    error.__cause__ = KeyError("y")
+    pass_interruption(error)

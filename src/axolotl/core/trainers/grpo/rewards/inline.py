@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections import defaultdict
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -14,17 +14,19 @@ from axolotl.core.trainers.grpo.rewards.function import RESERVED, RewardFunction
 from axolotl.core.trainers.grpo.rewards.validation import checked_values
 from axolotl.core.trainers.grpo.types import RewardRequest, RewardResult
 from axolotl.errors import RewardError
-from axolotl.utils.user_code import error_lines, error_place, one_line
+from axolotl.utils.user_code import error_lines, error_place, one_line, pass_interruption
 
 
 class InlineRewards:
     """A `RewardRunner` without workers: functions run one after the other; what async ones return is awaited together.
 
+    Async functions always run in the same event loop, so that what one opens (a client, a lock) serves later calls.
     A function that hangs hangs the run, and one that crashes Python ends it.
     """
 
     def __init__(self, functions: Sequence[RewardFunction]) -> None:
         self._functions = tuple(functions)
+        self._runner: asyncio.Runner | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -53,14 +55,33 @@ class InlineRewards:
                 "log_metric": log_metric,
             }
             returned.append(_call(function, arguments))
-        returned = _awaited(self._functions, returned, tuple(request.columns))
+        returned = self._awaited(returned, tuple(request.columns))
         count = len(request.completions)
+        _check_extra(extra, count)
         columns = [checked_values(f, values, count) for f, values in zip(self._functions, returned, strict=True)]
         values = torch.tensor(columns, dtype=torch.float32).reshape(len(columns), count).T.contiguous()
         return RewardResult(values=values, extra=dict(extra), metrics=dict(metrics))
 
     def close(self) -> None:
-        """Nothing to end: no worker was started."""
+        """Ends the event loop, where one was needed."""
+        if self._runner is not None:
+            self._runner.close()
+            self._runner = None
+
+    def _awaited(self, returned: list[Any], columns: tuple[str, ...]) -> list[Any]:
+        """`returned` with the awaitables of async functions replaced by their results."""
+        waiting = [index for index, value in enumerate(returned) if inspect.isawaitable(value)]
+        if not waiting:
+            return returned
+        if self._runner is None:
+            self._runner = asyncio.Runner()
+        results = self._runner.run(_gather([returned[index] for index in waiting]))
+        final = list(returned)
+        for index, result in zip(waiting, results, strict=True):
+            if isinstance(result, BaseException):
+                _raise_as_ours(self._functions[index], result, columns)
+            final[index] = result
+        return final
 
 
 def _call(function: RewardFunction, arguments: dict[str, Any]) -> Any:
@@ -70,31 +91,32 @@ def _call(function: RewardFunction, arguments: dict[str, Any]) -> Any:
         _raise_as_ours(function, error, tuple(name for name in arguments if name not in RESERVED))
 
 
-def _awaited(functions: Sequence[RewardFunction], returned: list[Any], columns: tuple[str, ...]) -> list[Any]:
-    """`returned` with the awaitables of async functions replaced by their results."""
-    waiting = [index for index, value in enumerate(returned) if inspect.isawaitable(value)]
-    if not waiting:
-        return returned
+async def _gather(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
+    """The result of each, or the exception that it raised."""
 
     async def settled(awaitable: Awaitable[Any]) -> Any:
         try:
             return await awaitable
         except (Exception, SystemExit) as error:
+            pass_interruption(error)
             return error
 
-    async def gather() -> list[Any]:
-        return await asyncio.gather(*(settled(returned[index]) for index in waiting))
+    return await asyncio.gather(*(settled(awaitable) for awaitable in awaitables))
 
-    results = asyncio.run(gather())
-    final = list(returned)
-    for index, result in zip(waiting, results, strict=True):
-        if isinstance(result, BaseException):
-            _raise_as_ours(functions[index], result, columns)
-        final[index] = result
-    return final
+
+def _check_extra(extra: Mapping[str, Sequence[Any]], count: int) -> None:
+    """The table of completions has one row for each: a shorter or longer column would shift the values."""
+    for column, values in extra.items():
+        if len(values) != count:
+            raise RewardError(
+                f"log_extra: column {column!r} has {len(values)} values for {count} completions",
+                code="E-RWD-01",
+                do="give log_extra one value for every completion, in order, and each function columns of its own",
+            )
 
 
 def _raise_as_ours(function: RewardFunction, error: BaseException, columns: tuple[str, ...]) -> NoReturn:
+    pass_interruption(error)
     place = error_place(error)
     looks_missing = isinstance(error, (KeyError, NameError, TypeError))
     raise RewardError(
