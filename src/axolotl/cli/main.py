@@ -13,8 +13,12 @@ from axolotl.cli import check, config_schema, help_text
 from axolotl.cli.config import LoadedConfig, dump_config, load_config
 from axolotl.cli.invocation import OWN_FLAGS, Invocation, parse
 from axolotl.cli.reporting import exit_code_of, recorded_in
+from axolotl.core.trainers.grpo.args import reporters
+from axolotl.errors import EnvironmentFault
 from axolotl.utils.deepspeed_file import find_deepspeed_file
 from axolotl.utils.schemas.availability import Command, not_available
+from axolotl.utils.schemas.config import AxolotlConfig
+from axolotl.utils.schemas.requirements import missing_packages
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,12 +66,24 @@ def _train(invocation: Invocation) -> None:
         return
     _print_warnings(loaded)
     check.refuse(refused, str(loaded.path))
+    _check_packages(loaded.config)
     from axolotl.cli import train
 
     resume = invocation.flag("resume") or loaded.config.resume_from_checkpoint or False
     flags = train.TrainFlags(resume=resume, overwrite=bool(invocation.flag("overwrite")))
     with recorded_in(Path(loaded.config.output_dir)):
         train.run(loaded, flags)
+
+
+def _check_packages(config: AxolotlConfig) -> None:
+    missing = missing_packages(config, reporters(config))
+    if missing:
+        raise EnvironmentFault(
+            "the config needs packages that are not installed",
+            code="E-ENV-03",
+            why=", ".join(missing.values()),
+            do=f"pip install {' '.join(repr(package) for package in missing)}, or leave these options out",
+        )
 
 
 def _vllm_serve(invocation: Invocation) -> None:

@@ -12,11 +12,12 @@ from collections.abc import Callable
 from axolotl.utils.schemas.config import AxolotlConfig
 from axolotl.utils.schemas.hosts import is_this_machine
 from axolotl.utils.schemas.nodes import Path, Problem
-from axolotl.utils.schemas.plan import prompt_limit
+from axolotl.utils.schemas.plan import prompt_limit, uses_server
 
 Rule = Callable[[AxolotlConfig], list[Problem]]
 
 MAX_SERVED_RANK = 512
+MAX_SERVED_GROUP = 256
 
 
 def one_address(config: AxolotlConfig) -> list[Problem]:
@@ -163,12 +164,19 @@ def server_can_load_the_adapter(config: AxolotlConfig) -> list[Problem]:
         problems.append(Problem(("lora_bias",), f"{because} (the server cannot serve trained biases)"))
     if config.lora_modules_to_save:
         problems.append(Problem(("lora_modules_to_save",), f"{because} (the server gets the adapter only)"))
-    if unserved := [name for name in _target_names(config) if name in ("lm_head", "embed_tokens")]:
-        problems.append(Problem(("lora_target_modules",), f"{because} (the server cannot adapt {', '.join(unserved)})"))
+    if "embed_tokens" in _target_names(config):
+        problems.append(Problem(("lora_target_modules",), f"{because} (the server cannot adapt embed_tokens)"))
     if config.lora_r > MAX_SERVED_RANK:
         message = f"is {config.lora_r}; the server takes ranks up to {MAX_SERVED_RANK}"
         problems.append(Problem(("lora_r",), message))
     return problems
+
+
+def head_has_no_adapter(config: AxolotlConfig) -> list[Problem]:
+    """TRL multiplies by the head's plain weight, so that an adapter on it would never be trained."""
+    if "lm_head" not in _target_names(config):
+        return []
+    return [Problem(("lora_target_modules",), "cannot hold lm_head, whose adapter would never be trained; remove it")]
 
 
 def _target_names(config: AxolotlConfig) -> list[str]:
@@ -200,6 +208,14 @@ def groups_have_two(config: AxolotlConfig) -> list[Problem]:
         return []
     message = f"is {group}; GRPO compares completions of the same prompt and needs at least 2"
     return [Problem(("trl", "num_generations"), message)]
+
+
+def server_takes_the_group(config: AxolotlConfig) -> list[Problem]:
+    """A server generates a group in one request, up to a limit."""
+    group = config.trl.num_generations
+    if not uses_server(config) or group is None or group <= MAX_SERVED_GROUP:
+        return []
+    return [Problem(("trl", "num_generations"), f"is {group}; the server takes groups of up to {MAX_SERVED_GROUP}")]
 
 
 def steps_hold_whole_groups(config: AxolotlConfig) -> list[Problem]:
@@ -308,6 +324,7 @@ COMMON: tuple[Rule, ...] = (
     prompts_have_room,
     managed_server_is_here,
     server_can_load_the_adapter,
+    head_has_no_adapter,
     no_plugins,
 )
 TRAINING: tuple[Rule, ...] = (
@@ -318,6 +335,7 @@ TRAINING: tuple[Rule, ...] = (
     evaluation_drives_what_needs_it,
     best_model_is_saved,
     groups_have_two,
+    server_takes_the_group,
     steps_hold_whole_groups,
     sampling_explores,
     weights_match_rewards,

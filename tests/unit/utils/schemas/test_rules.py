@@ -4,6 +4,8 @@ import pytest
 
 from axolotl.cli.config import config_from_mapping
 from axolotl.errors import ConfigError
+from axolotl.serving.edge import MAX_N
+from axolotl.utils.schemas.rules import MAX_SERVED_GROUP
 
 LORA = {"adapter": "lora"}
 BEST = {"load_best_model_at_end": True, "val_set_size": 8}
@@ -70,13 +72,20 @@ def findings(trl=None, vllm=None, **options):
             {"vllm_lora_sync": True},
             {},
             LORA | {"lora_target_modules": ["q_proj", "lm_head"]},
-            "(the server cannot adapt",
+            "lora_target_modules: cannot hold lm_head",
         ),
         (
             {"vllm_lora_sync": True},
             {},
             LORA | {"lora_target_modules": "model.embed_tokens"},
             "lora_target_modules: cannot",
+        ),
+        ({}, {}, LORA | {"lora_target_modules": "model.lm_head"}, "lora_target_modules: cannot hold lm_head"),
+        (
+            {"use_vllm": True, "num_generations": 257},
+            {},
+            {"micro_batch_size": 257},
+            "trl.num_generations: is 257; the server takes groups of up to 256",
         ),
         ({"vllm_lora_sync": True}, {}, LORA | {"lora_r": 513}, "lora_r: is 513; the server takes ranks up to 512"),
         ({"vllm_server_host": "10.0.0.5"}, {"managed": True}, {}, "vllm.managed: starts a server on this machine"),
@@ -135,6 +144,9 @@ def test_a_rule_finds_what_it_is_about(trl, vllm, options, finding):
     [
         ({}, {}, {}),
         ({"num_generations": 2}, {}, {}),
+        ({"use_vllm": True, "num_generations": 256}, {}, {"micro_batch_size": 256}),
+        ({"num_generations": 257}, {}, {"micro_batch_size": 257}),
+        ({}, {}, LORA | {"lora_target_modules": ["embed_tokens"]}),
         ({"temperature": 0.01}, {}, {}),
         ({"reward_weights": [2.0]}, {}, {}),
         ({"prefetch_depth": 1, "streaming_min_groups": 1, "streaming_partial_batch": False}, {}, {}),
@@ -183,3 +195,7 @@ def test_batches_that_tear_groups_apart(micro, steps, group, nearest):
 @pytest.mark.parametrize(("micro", "steps", "group"), [(2, 4, 8), (1, 8, 8), (16, 1, 8), (3, 8, 8), (6, 4, 8)])
 def test_batches_of_whole_groups(micro, steps, group):
     assert findings({"num_generations": group}, micro_batch_size=micro, gradient_accumulation_steps=steps) == []
+
+
+def test_the_limit_on_groups_is_the_servers():
+    assert MAX_SERVED_GROUP == MAX_N
