@@ -56,6 +56,7 @@ def load_config(
     problems += more
     if problems or config is None:
         raise _failure(problems, root, str(path))
+    config = _with_local_paths(config, path.resolve().parent)
     return LoadedConfig(config, path, tuple(_lines(warnings, root, str(path))))
 
 
@@ -73,6 +74,21 @@ def dump_config(config: AxolotlConfig) -> str:
     data = config.model_dump()
     data["special_tokens"] = {name: token for name, token in data["special_tokens"].items() if token is not None}
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+def _with_local_paths(config: AxolotlConfig, base_dir: Path) -> AxolotlConfig:
+    """Model and tokenizer as every command finds them: `~` replaced, absolute where they are only beside the config."""
+    given = {name: getattr(config, name) for name in ("base_model", "tokenizer_config")}
+    found = {name: _local_path(value, base_dir) for name, value in given.items() if value is not None}
+    return config.model_copy(update=found)
+
+
+def _local_path(name: str, base_dir: Path) -> str:
+    """A name that is no path here is left as it is: the hub may know it."""
+    path = Path(name).expanduser()
+    if not path.exists() and (base_dir / path).exists():
+        return str(base_dir / path)
+    return str(path) if name.startswith("~") else name
 
 
 def _check(

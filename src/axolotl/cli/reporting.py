@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from axolotl.errors import AxolotlError, InternalError, Report
+from axolotl.errors import AxolotlError, InternalError, Interrupted
 
-INTERRUPTED = 130
 BROKEN_PIPE = 141
+
+# The directory holds an earlier run, or somebody else's files.
+_REFUSED = frozenset({"E-CFG-30"})
 
 
 def exit_code_of(action: Callable[[], None], *, only_prints: Callable[[], bool]) -> int:
@@ -32,8 +35,9 @@ def exit_code_of(action: Callable[[], None], *, only_prints: Callable[[], bool])
         print_report(error)
         return error.exit_code
     except KeyboardInterrupt:
-        print(Report("E-SIG-01", "interrupted"), file=sys.stderr)
-        return INTERRUPTED
+        interrupted = _interrupted()
+        print_report(interrupted)
+        return interrupted.exit_code
     except BrokenPipeError as error:
         if not only_prints():
             return _report_bug(error)
@@ -55,11 +59,18 @@ def print_report(error: AxolotlError) -> None:
 
 @contextmanager
 def recorded_in(output_dir: Path) -> Iterator[None]:
-    """Leaves `last_error.json` in the output directory, where there is one, when the block ends with an error."""
+    """Leaves `last_error.json` in the output directory, where there is one, when the block ends with an error.
+
+    A directory that the run was refused is not its own: nothing is written there.
+    """
     try:
         yield
     except AxolotlError as error:
-        write_last_error(output_dir, error)
+        if error.code not in _REFUSED:
+            write_last_error(output_dir, error)
+        raise
+    except KeyboardInterrupt:
+        write_last_error(output_dir, _interrupted())
         raise
     except Exception as error:
         write_last_error(output_dir, _bug(error))
@@ -80,6 +91,10 @@ def _report_bug(error: Exception) -> int:
     traceback.print_exception(error)
     print_report(_bug(error))
     return InternalError.exit_code
+
+
+def _interrupted() -> Interrupted:
+    return Interrupted("interrupted", signal_number=signal.SIGINT)
 
 
 def _bug(error: Exception) -> InternalError:

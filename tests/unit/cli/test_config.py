@@ -347,3 +347,24 @@ def test_a_config_built_in_code_is_held_to_the_same_rules():
     with pytest.raises(ConfigError) as caught:
         config_from_mapping({"base_model": "m", "rl": "grpo", "trl": {"temperature": 0, "betta": 1}})
     assert "config trl.betta: unknown key. Did you mean beta?" in caught.value.details
+
+
+@pytest.mark.parametrize("purpose", ["train", "vllm-serve"])
+@pytest.mark.parametrize("key", ["base_model", "tokenizer_config"])
+def test_a_model_beside_the_config_is_found_from_anywhere(tmp_path, monkeypatch, purpose, key):
+    job, elsewhere = tmp_path / "job", tmp_path / "elsewhere"
+    (job / "model").mkdir(parents=True)
+    elsewhere.mkdir()
+    text = MINIMAL.replace("some/model", "model") if key == "base_model" else MINIMAL + "tokenizer_config: model\n"
+    (job / "c.yaml").write_text(text)
+    monkeypatch.chdir(elsewhere)
+    assert getattr(load_config("../job/c.yaml", purpose=purpose).config, key) == str(job / "model")
+    # What is in the working directory comes first, and stays as it was written.
+    (elsewhere / "model").mkdir()
+    assert getattr(load_config("../job/c.yaml", purpose=purpose).config, key) == "model"
+
+
+def test_a_home_directory_is_filled_in_and_a_hub_name_is_left_alone(load, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    assert load(MINIMAL.replace("some/model", "~/models/a")).config.base_model == "/home/me/models/a"
+    assert load(MINIMAL).config.base_model == "some/model"

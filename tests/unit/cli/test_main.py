@@ -1,3 +1,4 @@
+import importlib.util
 import json
 import os
 import resource
@@ -13,7 +14,7 @@ from axolotl import __version__
 from axolotl.cli import help_text
 from axolotl.cli.invocation import OWN_FLAGS
 from axolotl.cli.main import main
-from axolotl.errors import AxolotlError, DataError, InternalError
+from axolotl.errors import AxolotlError, ConfigError, DataError, InternalError, Interrupted
 from tests.unit.cli.conftest import MINIMAL
 
 
@@ -220,3 +221,31 @@ def test_a_reader_that_goes_away_is_no_fault(tmp_path):
             timeout=60,
         )
     assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_a_package_that_is_missing_stops_train_before_it_begins(trained, config_file, monkeypatch, capsys):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else found(name))
+    assert main(["train", str(config_file(MINIMAL)), "--report_to", "wandb"]) == 3
+    assert capsys.readouterr().err.splitlines() == [
+        "ERROR E-ENV-03  the config needs packages that are not installed",
+        "  why    report_to: wandb",
+        "  do     pip install 'axolotl[wandb]', or leave these options out",
+    ]
+    assert trained == []
+
+
+def test_a_refused_directory_gets_no_file(trained, config_file, tmp_path):
+    (tmp_path / "out").mkdir()
+    trained.error = ConfigError("output_dir out is not empty", code="E-CFG-30")
+    assert main(["train", str(config_file(MINIMAL + "output_dir: out\n"))]) == 2
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), Interrupted("interrupted", signal_number=2)])
+def test_an_interruption_is_recorded(trained, config_file, tmp_path, error):
+    (tmp_path / "out").mkdir()
+    trained.error = error
+    assert main(["train", str(config_file(MINIMAL + "output_dir: out\n"))]) == 130
+    written = json.loads((tmp_path / "out" / "last_error.json").read_text())
+    assert (written["code"], written["exit_code"], written["what"]) == ("E-SIG-01", 130, "interrupted")
