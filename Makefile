@@ -75,7 +75,7 @@ quickstart: $(STAMPS)/smollm2 ## train SmolLM2-135M to add two numbers, on a CPU
 test: lint types $(STAMPS)/smollm2 $(STAMPS)/vllm ## everything: lint, types, docs and all tests (under 20 minutes)
 	$(PYTEST) $(ARGS)
 
-test-fast: $(STAMPS)/base ## unit, contract and docs tests: no server, no network, under 60 seconds
+test-fast: $(STAMPS)/base ## unit and docs tests: no server, no network, about a minute
 	$(PYTEST) tests/unit tests/docs -q $(ARGS)
 
 test-integration: $(STAMPS)/smollm2 $(STAMPS)/vllm ## tests that start servers and train small models

@@ -155,7 +155,7 @@ def test_shell_commands_exist(block: Any) -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for line in block.text.splitlines():
         words = [word for word in line.split("#")[0].split() if not re.fullmatch(r"[A-Z_]+=\S*", word)]
-        if not words:
+        if not words or words == [".", ".venv/bin/activate"]:
             continue
         if words[0] == "axolotl":
             assert words[1] in {*OWN_FLAGS, "--help", "--version"}, line

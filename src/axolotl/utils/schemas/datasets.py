@@ -27,7 +27,9 @@ class DatasetConfig(Options):
 class DataOptions(Options):
     datasets: list[DatasetConfig] = option(list, "Where the prompts come from; several entries are put together.")
     dataset_prepared_path: Text | None = option(None, "Directory that caches the tokenised prompts between runs.")
-    skip_prepare_dataset: Bool = option(False, "Tokenise prompts when they are needed, and keep no cache.")
+    skip_prepare_dataset: Bool = option(
+        False, "Tokenise the prompts in memory at every start, and keep no cache of them."
+    )
     streaming: Bool = option(False, "Read the data set while training instead of beforehand.")
     val_set_size: Float = option(0.0, "Share of the rows (below 1) or number of rows set aside for evaluation.", ge=0.0)
     sequence_len: Int = option(512, "The most tokens a prompt may have.", ge=1)

@@ -48,7 +48,10 @@ class TRLConfig(Options):
         None, "The server's port; taken from `vllm.port` when unset.", null_means=8000, ge=1, le=65535
     )
     vllm_server_timeout: Int | None = option(
-        None, "Seconds to wait for a server that gives no sign of life or progress.", null_means=300, ge=1
+        None,
+        "The longest wait, in seconds, for the server to be ready, and for its answer to one request.",
+        null_means=300,
+        ge=1,
     )
     num_generations: Int | None = option(
         None, "Completions sampled for each prompt: the group whose rewards are compared.", null_means=8, le=1024
