@@ -7,6 +7,7 @@ use(v2) ─ counts a request in flight; v2 stays loaded until it ends
 from __future__ import annotations
 
 import asyncio
+import re
 import shutil
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -20,6 +21,8 @@ from axolotl.serving.refusals import Refusal
 from axolotl.serving.wire import AdapterResponse
 
 ROOM_TIMEOUT_S = 60.0
+_RUN_DIRECTORY = re.compile(r"run-[0-9a-f]{12}")
+_VERSION_DIRECTORY = re.compile(r"(\.tmp-)?v[0-9]+")
 
 
 class AdapterRegistry:
@@ -102,7 +105,7 @@ class AdapterRegistry:
     async def reset(self, run_id: str) -> None:
         """Forget everything for `run_id`, caches and the published adapters of earlier runs included.
 
-        Requests in flight finish first, as the engine orders them.
+        What becomes of requests in flight is the engine's affair: transformers finishes them first, vLLM aborts them.
         """
         async with self._lock:
             self.current = self.previous = 0
@@ -163,11 +166,14 @@ class AdapterRegistry:
                 await self._engine.unload_adapter(version)
 
     def _remove_other_runs(self, run_id: str) -> None:
-        """Nobody can ask for their versions again: the session is another run's now."""
+        """Nobody can ask for their versions again: the session is another run's now.
+
+        The directory is of the user's choice and may hold other things; only what a trainer made is removed.
+        """
         if not self._root.is_dir():
             return
         for directory in self._root.iterdir():
-            if directory.name != run_id and directory.is_dir() and not directory.is_symlink():
+            if directory.name != run_id and _is_published_run(directory):
                 shutil.rmtree(directory, ignore_errors=True)
 
     def _become(self, version: int) -> None:
@@ -182,3 +188,14 @@ class AdapterRegistry:
             num_modules=self._num_modules.get(self.current, 0),
             loaded_versions=self.loaded_versions,
         )
+
+
+def _is_published_run(directory: Path) -> bool:
+    """Whether a trainer made it: named like a run, and nothing in it but versions, published or being written."""
+    return _is_directory_named(directory, _RUN_DIRECTORY) and all(
+        _is_directory_named(entry, _VERSION_DIRECTORY) for entry in directory.iterdir()
+    )
+
+
+def _is_directory_named(path: Path, pattern: re.Pattern[str]) -> bool:
+    return pattern.fullmatch(path.name) is not None and path.is_dir() and not path.is_symlink()

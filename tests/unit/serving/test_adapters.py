@@ -13,6 +13,8 @@ from axolotl.serving.refusals import Refusal
 from tests.fakes.engine import FakeEngine
 from tests.support.adapters import publish_fake
 
+OLD_RUN, NEW_RUN = "run-0123456789ab", "run-ba9876543210"
+
 Body = Callable[[AdapterRegistry, FakeEngine, Path], Awaitable[None]]
 
 
@@ -161,10 +163,35 @@ def test_a_request_that_outlives_a_reset_drops_nothing_twice(tmp_path: Path) -> 
 
 def test_a_new_run_takes_the_place_of_the_adapters_before_it(tmp_path: Path) -> None:
     async def body(registry: AdapterRegistry, engine: FakeEngine, sync_dir: Path) -> None:
-        await load(registry, sync_dir, 1)
         published = sync_dir / "adapters"
-        (published / "next").mkdir()
-        await registry.reset("next")
-        assert [item.name for item in published.iterdir()] == ["next"]
+        for run_id in (OLD_RUN, NEW_RUN):
+            publish_fake(sync_dir, run_id, 1)
+        (published / OLD_RUN / ".tmp-v2").mkdir()
+        await registry.reset(NEW_RUN)
+        assert [item.name for item in published.iterdir()] == [NEW_RUN]
+
+    scenario(tmp_path, body)
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        "my-adapters/v1/weights",
+        "run-0123456789ab-copy/v1/weights",
+        "run-0123456789ab/notes.txt",
+        "run-0123456789ab/v1-best/weights",
+        "run-0123456789ab/v2",
+    ],
+)
+def test_what_no_trainer_made_is_never_removed(tmp_path: Path, kept: str) -> None:
+    """Each is a file: `v2` too, where a trainer writes directories only."""
+
+    async def body(registry: AdapterRegistry, engine: FakeEngine, sync_dir: Path) -> None:
+        file = sync_dir / "adapters" / kept
+        file.parent.mkdir(parents=True)
+        file.write_text("mine")
+        (sync_dir / "adapters" / "run-ffffffffffff").symlink_to(file.parent)
+        await registry.reset(NEW_RUN)
+        assert file.read_text() == "mine"
 
     scenario(tmp_path, body)
