@@ -23,6 +23,7 @@ _SUMMARY_KEYS = (
     "intermediate_size",
     "vocab_size",
 )
+_COMMIT = "commit"
 _EDGE_BYTES = 65_536
 
 
@@ -37,28 +38,35 @@ def fingerprint(
 ) -> Fingerprint:
     """The fingerprint of a model directory or hub name.
 
+    Weights that are not here yet have no digest; of a hub model the summary then still names the `commit`.
+
     Args:
         tokenizer: the one in use; None loads the model's own. Only which id means which token counts, since ids are
             all that crosses the wire.
     """
-    config = read_model_config(model, revision)
+    config_path = _config_path(model, revision)
+    config = _read_config(config_path)
+    directory = config_path.parent
+    is_local = directory == Path(model).expanduser()
     if tokenizer is None:
         from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(model, revision=revision, trust_remote_code=trust_remote_code)
+        source = directory if is_local else model
+        tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=trust_remote_code)
     assert tokenizer is not None
     vocab = sorted((token_id, token) for token, token_id in tokenizer.get_vocab().items())
     return Fingerprint(
-        base_model=Path(model).name if Path(model).is_dir() else model,
+        base_model=directory.name if is_local else model,
         config=_digest_json(_stable(config)),
         tokenizer=_digest_json(vocab),
-        weights=_digest_weights(Path(model)) if Path(model).is_dir() else "",
-        summary={key: config[key] for key in _SUMMARY_KEYS if key in config},
+        weights=_digest_weights(directory),
+        summary={key: config[key] for key in _SUMMARY_KEYS if key in config} | _commit(directory),
     )
 
 
 def differences(server: Fingerprint, trainer: Fingerprint) -> list[str]:
-    """What differs, one readable line a part, server's value first. Weights count only where both sides know them."""
+    """What differs, one readable line a part, server's value first. Weights count only where both sides know them, by
+    their files or else by their commit on the hub."""
     lines = []
     if server.config != trainer.config:
         keys = sorted(server.summary.keys() | trainer.summary.keys())
@@ -70,8 +78,12 @@ def differences(server: Fingerprint, trainer: Fingerprint) -> list[str]:
         lines.append(f"config ({', '.join(unequal) or 'in keys other than the sizes'})")
     if server.tokenizer != trainer.tokenizer:
         lines.append("tokenizer (the same id means different tokens)")
-    if server.weights and trainer.weights and server.weights != trainer.weights:
-        lines.append("weights (the files differ)")
+    commits = (server.summary.get(_COMMIT), trainer.summary.get(_COMMIT))
+    if server.weights and trainer.weights:
+        if server.weights != trainer.weights:
+            lines.append("weights (the files differ)")
+    elif None not in commits and commits[0] != commits[1]:
+        lines.append(f"weights (commit {commits[0]} vs {commits[1]}; revision_of_model pins one)")
     return lines
 
 
@@ -81,9 +93,16 @@ def read_model_config(model: str, revision: str | None) -> dict[str, Any]:
     Raises:
         EnvironmentFault: `E-ENV-06` neither a directory with one, nor a hub model that can be had.
     """
-    path = Path(model) / "config.json"
-    if not path.is_file():
-        path = _from_hub(model, revision)
+    return _read_config(_config_path(model, revision))
+
+
+def _config_path(model: str, revision: str | None) -> Path:
+    """In the model's directory, or in the cached snapshot of the hub model, where its weights will be too."""
+    path = Path(model).expanduser() / "config.json"
+    return path if path.is_file() else _from_hub(model, revision)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
     config = json.loads(path.read_text())
     assert isinstance(config, dict)
     return config
@@ -118,8 +137,8 @@ def _digest_json(value: Any) -> str:
 
 
 def _digest_weights(directory: Path) -> str:
-    """Over names, sizes and the first and last 64 KiB of each safetensors file; empty when there is none."""
-    files = sorted(directory.glob("*.safetensors"))
+    """Over names, sizes and the first and last 64 KiB of each weight file; empty unless all of them are here."""
+    files = _weight_files(directory)
     digest = hashlib.sha256()
     for file in files:
         size = file.stat().st_size
@@ -129,3 +148,19 @@ def _digest_weights(directory: Path) -> str:
             stream.seek(max(0, size - _EDGE_BYTES))
             digest.update(stream.read(_EDGE_BYTES))
     return digest.hexdigest() if files else ""
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    """The safetensors files that make the model: those of the index, or the only one. A repository may hold others
+    beside them, and a download may have brought only some."""
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        files = [directory / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        return files if all(file.is_file() for file in files) else []
+    single = directory / "model.safetensors"
+    return [single] if single.is_file() else sorted(directory.glob("*.safetensors"))
+
+
+def _commit(directory: Path) -> dict[str, str]:
+    """The commit of a snapshot in the hub's cache (`.../snapshots/<commit>`), nothing elsewhere."""
+    return {_COMMIT: directory.name} if directory.parent.name == "snapshots" else {}
