@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import socket
+from collections.abc import Sequence
+from itertools import islice
 
 import psutil
 
@@ -51,17 +53,22 @@ def port_taken(port: int) -> EnvironmentFault:
 
 
 def port_owner(port: int) -> str | None:
-    """`pid 2231 (python -m ...)` of the process that listens on `port`; None when it cannot be seen."""
+    """`pid 2231 (axolotl config.yaml)` of the process that listens on `port`; None when it cannot be seen.
+
+    Only the program and its config file: the rest of a command line may hold secrets.
+    """
     try:
         connections = psutil.net_connections(kind="tcp")
         for connection in connections:
             if connection.laddr and connection.laddr.port == port and connection.pid is not None:
-                command = " ".join(psutil.Process(connection.pid).cmdline())
-                return f"pid {connection.pid} ({_shortened(command)})"
+                process = psutil.Process(connection.pid)
+                return f"pid {connection.pid} ({program(process.name(), process.cmdline())})"
     except psutil.Error:
         return None
     return None
 
 
-def _shortened(text: str, limit: int = 120) -> str:
-    return text if len(text) <= limit else f"{text[: limit - 1]}…"
+def program(name: str, arguments: Sequence[str]) -> str:
+    """The program's name, with the first argument that is a YAML file."""
+    configs = (word for word in arguments if word.endswith((".yaml", ".yml")) and not word.startswith("-"))
+    return " ".join([name, *islice(configs, 1)])

@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from axolotl.errors import EnvironmentFault
-from axolotl.serving.ports import bind, check_free
+from axolotl.serving.ports import bind, check_free, program
 
 
 def test_a_taken_port_names_the_process_that_has_it() -> None:
@@ -34,3 +34,18 @@ def test_checking_leaves_the_port_free() -> None:
 def test_an_address_of_another_machine() -> None:
     with pytest.raises(EnvironmentFault, match=r"cannot listen on 192\.0\.2\.1"):
         bind("192.0.2.1", 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        (
+            ["python", "-m", "axolotl.cli.main", "vllm-serve", "runs/a.yaml", "--token=secret", "b.yml"],
+            "python runs/a.yaml",
+        ),
+        (["serve", "--key", "secret", "--config=c.yaml"], "python"),
+        ([], "python"),
+    ],
+)
+def test_of_a_command_line_only_the_config_is_shown(arguments: list[str], shown: str) -> None:
+    assert program("python", arguments) == shown
