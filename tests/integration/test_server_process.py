@@ -53,6 +53,7 @@ def write_config(tmp_path: Path, model: Path, port: int) -> Callable[..., Path]:
                 "sync_dir": str(tmp_path / "sync"),
                 "engine": "transformers",
                 "device": "cpu",
+                "enforce_eager": True,
             },
             "trl": {"use_vllm": True, "vllm_lora_sync": True, "max_completion_length": 16},
             **options,
@@ -134,6 +135,7 @@ def test_a_managed_server_serves_and_is_gone_afterwards(
     assert read_server_file(tmp_path / "sync") is None, "a clean stop removes it"
     log = (tmp_path / "out" / "server.log").read_text()
     assert "engine: transformers (vllm.engine: transformers)" in log and "ready after" in log
+    assert log.count("vllm.enforce_eager has no effect with the transformers engine") == 1
     assert "\r" not in log, "no progress bars in a file"
     assert "Traceback" not in log and found.token not in log
     server.stop()

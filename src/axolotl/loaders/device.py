@@ -26,7 +26,10 @@ _DTYPE_NAMES: dict[str, DtypeName] = {
 
 
 def pick_device(device: str | None = None) -> str:
-    """The device to use: the one named, else the accelerator torch sees, else `cpu`. None and `auto` mean choose."""
+    """The device to use: the one named, else the accelerator torch sees, else `cpu`. None and `auto` mean choose.
+
+    Apple's `mps` counts as none: it has no float64, which sampling needs.
+    """
     if device not in (None, "auto"):
         assert device is not None
         return device
@@ -35,7 +38,8 @@ def pick_device(device: str | None = None) -> str:
     if torch.accelerator.is_available():
         accelerator = torch.accelerator.current_accelerator()
         assert accelerator is not None
-        return accelerator.type
+        if accelerator.type != "mps":
+            return accelerator.type
     return "cpu"
 
 

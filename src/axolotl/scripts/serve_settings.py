@@ -75,6 +75,21 @@ def engine_settings(config: AxolotlConfig, choice: EngineChoice, base_dir: Path)
     )
 
 
+def without_effect(config: AxolotlConfig, engine: EngineName) -> list[str]:
+    """One line for each option that is set and that `engine` has no use for."""
+    if engine == "vllm":
+        return []
+    vllm = config.vllm
+    unused = {
+        "tensor_parallel_size": vllm.tensor_parallel_size > 1,
+        "data_parallel_size": vllm.data_parallel_size > 1,
+        "enable_prefix_caching": vllm.enable_prefix_caching is True,
+        "enforce_eager": vllm.enforce_eager is True,
+        "reasoning_parser": vllm.reasoning_parser is not None,
+    }
+    return [f"vllm.{key} has no effect with the {engine} engine" for key, is_set in unused.items() if is_set]
+
+
 def max_adapters(config: AxolotlConfig) -> int:
     """Versions alive at once: the current one, one for each rollout in flight, and the one being loaded."""
     return (config.trl.prefetch_depth or 1) + 2

@@ -23,7 +23,7 @@ import psutil
 import uvicorn
 
 from axolotl.errors import AxolotlError, EnvironmentFault
-from axolotl.scripts.serve_settings import choose_engine, engine_settings, max_adapters
+from axolotl.scripts.serve_settings import choose_engine, engine_settings, max_adapters, without_effect
 from axolotl.serving.app import ServerState, build_app
 from axolotl.serving.engines.protocol import Engine, EngineName, EngineSettings
 from axolotl.serving.ports import bind
@@ -174,6 +174,8 @@ class _Server:
         choice = await asyncio.to_thread(choose_engine, self.config)
         settings = await asyncio.to_thread(engine_settings, self.config, choice, self.base_dir)
         _say(f"engine: {choice.name} ({choice.reason}); {settings.model} in {settings.dtype} on {choice.device}")
+        for line in without_effect(self.config, choice.name):
+            _say(line)
         return choice.name, settings
 
 

@@ -1,4 +1,7 @@
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from axolotl.loaders.device import GpuPlan, pick_device, plan_gpus, resolve_server_dtype, visible_gpus
 
@@ -34,3 +37,12 @@ def test_auto_dtype_is_float32_on_a_cpu_and_the_checkpoints_elsewhere() -> None:
 
 def test_a_named_device_is_taken_as_it_is() -> None:
     assert pick_device("cpu") == "cpu"
+
+
+@pytest.mark.parametrize(("accelerator", "device"), [("cuda", "cuda"), ("xpu", "xpu"), ("mps", "cpu"), (None, "cpu")])
+def test_the_accelerator_unless_it_lacks_float64(
+    accelerator: str | None, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: accelerator is not None)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: SimpleNamespace(type=accelerator))
+    assert pick_device("auto") == device

@@ -11,7 +11,14 @@ import pytest
 
 from axolotl.cli.config import config_from_mapping
 from axolotl.errors import ConfigError
-from axolotl.scripts.serve_settings import EngineChoice, choose_engine, cpu_cache_bytes, engine_settings, resolve_model
+from axolotl.scripts.serve_settings import (
+    EngineChoice,
+    choose_engine,
+    cpu_cache_bytes,
+    engine_settings,
+    resolve_model,
+    without_effect,
+)
 from axolotl.utils.schemas.config import AxolotlConfig
 
 CPU = EngineChoice("transformers", "", "cpu")
@@ -108,3 +115,20 @@ def test_models_are_found_beside_the_config(model: Path, monkeypatch: pytest.Mon
     assert resolve_model("org/name", model.parent) == "org/name"
     monkeypatch.chdir(model.parent)
     assert resolve_model("model", Path("/elsewhere")) == "model"
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "harmless"),
+    [
+        ("tensor_parallel_size", 2, 1),
+        ("data_parallel_size", 2, 1),
+        ("enable_prefix_caching", True, False),
+        ("enforce_eager", True, False),
+        ("reasoning_parser", "qwen3", None),
+    ],
+)
+def test_what_the_transformers_engine_ignores_is_said(model: Path, option: str, value: Any, harmless: Any) -> None:
+    config = make(model, {option: value})
+    assert without_effect(config, "transformers") == [f"vllm.{option} has no effect with the transformers engine"]
+    assert without_effect(config, "vllm") == []
+    assert without_effect(make(model, {option: harmless}), "transformers") == []
