@@ -199,6 +199,19 @@ class ProtocolSuite:
         assert named in ErrorBody.model_validate_json(reply.content).what
         assert len(client.generate(generate_request()).groups) == 3
 
+    @pytest.mark.parametrize(
+        ("changes", "option"),
+        [
+            ({"prompts": [[5]] * 1025, "seeds": None}, "gradient_accumulation_steps"),
+            ({"sampling": {"n": 257, "max_tokens": 1}, "seeds": None}, "trl.num_generations"),
+        ],
+    )
+    def test_requests_that_ask_too_much_say_what_to_lower(
+        self, subject: Subject, changes: dict[str, object], option: str
+    ) -> None:
+        reply = self.raw(subject, "POST", "/generate/", json={**generate_request().model_dump(), **changes})
+        assert option in ErrorBody.model_validate_json(reply.content).do
+
     @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b'{"prompts": NaN}', b"\xff\xfe"])
     def test_bodies_that_are_no_request_are_refused(self, subject: Subject, body: bytes) -> None:
         headers = {"content-type": "application/json"}
@@ -285,6 +298,25 @@ class ProtocolSuite:
         assert (info.run_id, info.adapter_version, info.loaded_versions) == ("second-run", 0, [])
         client.release()
         assert ServerInfo.model_validate_json(self.raw(subject, "GET", "/server_info/").content).run_id is None
+
+    def test_a_run_that_lost_the_server_is_not_answered(self, subject: Subject, client: ServerClient) -> None:
+        """The next run's adapter has the same number, but it is another policy."""
+        first, second = (f"run-{uuid.uuid4().hex[:12]}" for _ in range(2))
+        client.claim(first, subject.fingerprint)
+        client.set_adapter(1, subject.publish(first, 1))
+        with subject.server.client() as other:
+            other.wait_ready()
+            other.claim(second, subject.fingerprint)
+            other.set_adapter(1, subject.publish(second, 1))
+            with pytest.raises(ServerError, match=f"run {first} does not hold this server") as problem:
+                client.generate(generate_request(adapter_version=1))
+            assert problem.value.code == "E-SRV-06"
+            with pytest.raises(ServerError, match="does not hold"):
+                client.score(PROMPTS, [[1], [2], [3]], 1.0, 1)
+            question = generate_request(adapter_version=1).model_dump()
+            assert self.raw(subject, "POST", "/generate/", json=question).status_code == 200
+            assert other.generate(generate_request(adapter_version=1)).adapter_version == 1
+            other.release()
 
     @pytest.mark.parametrize("part", ["config", "tokenizer", "weights"])
     def test_another_model_is_refused_with_the_part_that_differs(

@@ -118,10 +118,11 @@ def build_app(state: ServerState) -> FastAPI:
         serving = state.require()
         engine = serving.engine
         check_generate(request, max_model_len=engine.max_model_len, vocab_size=engine.vocab_size)
-        serving.session.touch()
+        _check_holder(serving.session, request)
         async with serving.registry.use(request.adapter_version):
             groups = await _groups(engine, request)
-        serving.session.touch()
+        # Another run may have taken the server meanwhile, with adapters of the same numbers.
+        _check_holder(serving.session, request)
         return _json(
             GenerateResponse(
                 request_id=request.request_id,
@@ -145,6 +146,13 @@ def build_app(state: ServerState) -> FastAPI:
         return _json(await serving.registry.clear())
 
     return app
+
+
+def _check_holder(session: Session, request: GenerateRequest) -> None:
+    """A run's request counts as a sign of life and needs the session; a person's question does neither."""
+    if request.run_id is not None:
+        session.check_run(request.run_id)
+        session.touch()
 
 
 async def _groups(engine: Engine, request: GenerateRequest) -> list[Group]:

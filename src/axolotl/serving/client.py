@@ -153,12 +153,15 @@ class ServerClient:
             self._http.post("/session/", json=body, headers=self._headers(), timeout=RELEASE_TIMEOUT_S)
 
     def generate(self, request: GenerateRequest) -> GenerateResponse:
-        """Completions of `request`, checked against it.
+        """Completions of `request`, checked against it; asked for by the run of the claim, if there is one.
 
         Raises:
             ServerError: `E-SRV-04` no answer within the timeout, or the server was restarted; `E-SRV-09` an answer
-                that does not fit the request; the server's own code for a request it refuses.
+                that does not fit the request; `E-SRV-06` another run has taken the server; the server's own code for
+                a request it refuses.
         """
+        if self._claim is not None:
+            request = request.model_copy(update={"run_id": self._claim.run_id})
         response = self._post("/generate/", request, GenerateResponse, self._timeout_s)
         check_reply(request, response, self.info)
         return response
@@ -239,7 +242,12 @@ class ServerClient:
         )
 
     def _handshake(self) -> ServerInfo:
-        reply = self._http.get("/server_info/", headers=self._headers(), timeout=CONTROL_TIMEOUT_S)
+        try:
+            reply = self._http.get("/server_info/", headers=self._headers(), timeout=CONTROL_TIMEOUT_S)
+        except httpx.TransportError as error:
+            raise ServerError(
+                f"the server at {self.url} was there and is gone", code="E-SRV-01", why=_reason(error), do=START_HINT
+            ) from error
         if reply.status_code == 401:
             raise self._token_refused()
         protocol = _protocol_of(reply)
@@ -250,7 +258,10 @@ class ServerClient:
                 why=f"protocol {protocol}, this program speaks {PROTOCOL_VERSION} (HTTP {reply.status_code})",
                 do="run the same version of axolotl on both sides",
             )
-        return ServerInfo.model_validate_json(reply.content)
+        try:
+            return ServerInfo.model_validate_json(reply.content)
+        except ValidationError as problem:
+            raise self._no_answer_of_ours(reply, problem) from problem
 
     def _post(
         self,
@@ -265,6 +276,7 @@ class ServerClient:
         deadline = self._clock() + timeout_s
         interval = FIRST_POLL_INTERVAL_S
         while True:
+            is_slow = False
             try:
                 reply = self._http.post(
                     path,
@@ -278,19 +290,31 @@ class ServerClient:
             except httpx.TransportError as transport_error:
                 reply = None
                 reason = _reason(transport_error)
+                is_slow = isinstance(transport_error, httpx.ReadTimeout)
             if reply is not None:
                 self._check_instance(reply)
                 if reply.status_code != 503:
                     return self._answer(reply, answer, error)
             if self._clock() + interval >= deadline:
-                raise ServerError(
-                    f"the server at {self.url} is lost ({path.strip('/')})",
-                    code="E-SRV-04",
-                    why=f"{reason}; no answer for {timeout_s:.0f} s",
-                    do=START_HINT + ", then rerun train with --resume",
-                )
+                raise self._lost(path, reason, timeout_s, is_slow=is_slow)
             self._sleep(interval)
             interval = min(POLL_INTERVAL_S, 2 * interval)
+
+    def _lost(self, path: str, reason: str, timeout_s: float, *, is_slow: bool) -> ServerError:
+        """is_slow: it took the request and gave no answer, so that it may still be at work."""
+        if path == "/generate/" and is_slow:
+            return ServerError(
+                f"the server at {self.url} did not finish one request within trl.vllm_server_timeout",
+                code="E-SRV-04",
+                why=f"no answer for {timeout_s:.0f} s, which is the limit of each request",
+                do="raise trl.vllm_server_timeout, then rerun train with --resume",
+            )
+        return ServerError(
+            f"the server at {self.url} is lost ({path.strip('/')})",
+            code="E-SRV-04",
+            why=f"{reason}; no answer for {timeout_s:.0f} s",
+            do=START_HINT + ", then rerun train with --resume",
+        )
 
     def _answer(self, reply: httpx.Response, answer: type[Answer], error: type[AxolotlError]) -> Answer:
         if reply.status_code == 401:
@@ -300,12 +324,16 @@ class ServerClient:
                 return answer.model_validate_json(reply.content)
             body = ErrorBody.model_validate_json(reply.content)
         except ValidationError as problem:
-            raise ServerError(
-                f"{self.url} gave an answer that is not of this protocol",
-                code="E-SRV-09",
-                why=f"HTTP {reply.status_code}, {problem.error_count()} problems in the body",
-            ) from problem
+            raise self._no_answer_of_ours(reply, problem) from problem
         raise error(f"server: {body.what}", code=body.code, why=body.why, do=body.do)
+
+    def _no_answer_of_ours(self, reply: httpx.Response, problem: ValidationError) -> ServerError:
+        return ServerError(
+            f"{self.url} gave an answer that is not of this protocol",
+            code="E-SRV-09",
+            why=f"HTTP {reply.status_code}, {problem.error_count()} problems in the body",
+            do="run the same version of axolotl on both sides",
+        )
 
     def _check_instance(self, reply: httpx.Response) -> None:
         instance = reply.headers.get(INSTANCE_HEADER)

@@ -14,9 +14,12 @@ def check_generate(request: GenerateRequest, *, max_model_len: int, vocab_size: 
     """Raise a 422 `Refusal` naming the first value, by its index, that the engine must not see."""
     sampling = request.sampling
     if len(request.prompts) > MAX_PROMPTS:
-        raise invalid(f"prompts: {len(request.prompts)} of them, at most {MAX_PROMPTS} in a request")
+        raise invalid(
+            f"prompts: {len(request.prompts)} of them, at most {MAX_PROMPTS} in a request",
+            do="lower gradient_accumulation_steps or micro_batch_size: they make the prompts of one request",
+        )
     if sampling.n > MAX_N:
-        raise invalid(f"sampling.n: {sampling.n}, at most {MAX_N}")
+        raise invalid(f"sampling.n: {sampling.n}, at most {MAX_N}", do=f"lower trl.num_generations to {MAX_N} or less")
     for index, prompt in enumerate(request.prompts):
         _check_ids(f"prompts[{index}]", prompt, vocab_size)
     if request.score_ids is None:
@@ -26,8 +29,8 @@ def check_generate(request: GenerateRequest, *, max_model_len: int, vocab_size: 
         _check_score_ids(request, request.score_ids, max_model_len, vocab_size)
 
 
-def invalid(what: str) -> Refusal:
-    return Refusal(422, "E-SRV-16", f"invalid request: {what}")
+def invalid(what: str, *, do: str = "") -> Refusal:
+    return Refusal(422, "E-SRV-16", f"invalid request: {what}", do=do)
 
 
 def _check_ids(name: str, ids: list[int], vocab_size: int) -> None:

@@ -15,7 +15,7 @@ from axolotl.serving.fingerprint import differences
 from axolotl.serving.refusals import Refusal
 from axolotl.serving.wire import Fingerprint, SessionRequest
 
-ACTIVE_S = 60.0
+ACTIVE_S = 600.0
 
 
 @dataclass

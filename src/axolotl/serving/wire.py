@@ -6,7 +6,7 @@ adapter versions count from 1 within a session. A log-prob that is not finite tr
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -61,11 +61,14 @@ class ServerInfo(Body):
     run_id: str | None
 
 
+RunId = Annotated[str, Field(pattern=r"^[a-z0-9-]{1,64}$")]
+
+
 class SessionRequest(Body):
     """`POST /session/`: a run claims the server, which drops earlier adapters and caches. Repeated by the run that
     holds it, it renews the claim without a reset unless `reset` is set; `release` gives it back."""
 
-    run_id: str = Field(pattern=r"^[a-z0-9-]{1,64}$")
+    run_id: RunId
     host: str
     pid: int
     fingerprint: Fingerprint
@@ -104,6 +107,8 @@ class GenerateRequest(Body):
     adapter_version: the version that must make the tokens; the server refuses one it does not hold.
     score_ids: when given, `[len(prompts)]` lists of token ids: nothing is sampled, the answer holds the log-probs of
         these tokens after each prompt under the processed distribution (temperature applied).
+    run_id: the run that asks; refused unless it holds the server, since another run's adapters have the same numbers.
+        None is a person's question: always answered, with whatever that version is now.
     """
 
     request_id: str
@@ -112,6 +117,7 @@ class GenerateRequest(Body):
     sampling: Sampling
     seeds: list[list[int]] | None = None
     score_ids: list[list[int]] | None = None
+    run_id: RunId | None = None
 
 
 class Completion(Body):
@@ -141,7 +147,7 @@ class SetAdapterRequest(Body):
     """`POST /set_lora_adapter/`: by opaque ids, never by path. The server reads
     `<sync_dir>/adapters/<run_id>/v<version>/` and checks the manifest against the digest."""
 
-    run_id: str = Field(pattern=r"^[a-z0-9-]{1,64}$")
+    run_id: RunId
     version: int = Field(ge=1)
     manifest_sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -12,6 +13,7 @@ import pytest
 from axolotl.errors import ServerError
 from axolotl.serving.app import ServerState, build_app
 from axolotl.serving.guard import MAX_BODY_BYTES
+from axolotl.serving.session import ACTIVE_S, Session
 from axolotl.serving.wire import INSTANCE_HEADER, ErrorBody, GenerateResponse
 from tests.fakes.engine import FAKE_FINGERPRINT, FakeEngine
 from tests.support.adapters import publish_fake
@@ -139,5 +141,49 @@ def test_a_push_during_generation_leaves_the_request_its_version(tmp_path: Path)
         engine.gate.set()
         assert (await running).json()["adapter_version"] == 1
         assert await push(4) == [3, 4]
+
+    with_app(tmp_path, body)
+
+
+@pytest.mark.parametrize(("run_id", "status"), [("first", 409), (None, 200)])
+def test_a_server_taken_during_a_request_gives_the_loser_no_answer(
+    tmp_path: Path, run_id: str | None, status: int
+) -> None:
+    async def body(client: httpx.AsyncClient, state: ServerState) -> None:
+        engine = FakeEngine()
+        state.ready(engine)
+        claim = {"run_id": "first", "host": "elsewhere", "pid": 1, "fingerprint": FAKE_FINGERPRINT.model_dump()}
+        assert (await client.post("/session/", json=claim)).status_code == 200
+        engine.gate.clear()
+        request = {**generate_request().model_dump(), "run_id": run_id}
+        running = asyncio.create_task(client.post("/generate/", json=request))
+        await engine.started.wait()
+        assert (await client.post("/session/", json={**claim, "run_id": "second"})).status_code == 200
+        engine.gate.set()
+        reply = await running
+        assert reply.status_code == status
+        assert status == 200 or error_of(reply).code == "E-SRV-06"
+
+    with_app(tmp_path, body)
+
+
+def test_only_the_requests_of_the_holder_are_a_sign_of_life(tmp_path: Path) -> None:
+    async def body(client: httpx.AsyncClient, state: ServerState) -> None:
+        state.ready(FakeEngine())
+        assert state.serving is not None
+        now = 0.0
+        session = Session(state.serving.registry, FAKE_FINGERPRINT, clock=lambda: now)
+        state.serving = replace(state.serving, session=session)
+        claim = {"run_id": "first", "host": "elsewhere", "pid": 1, "fingerprint": FAKE_FINGERPRINT.model_dump()}
+        other = {**claim, "run_id": "second", "pid": 2}
+        assert (await client.post("/session/", json=claim)).status_code == 200
+        question = generate_request().model_dump()
+        now = ACTIVE_S - 1
+        assert (await client.post("/generate/", json={**question, "run_id": "first"})).status_code == 200
+        now += ACTIVE_S - 1
+        assert (await client.post("/generate/", json=question)).status_code == 200
+        assert (await client.post("/session/", json=other)).status_code == 409
+        now += 2
+        assert (await client.post("/session/", json=other)).status_code == 200
 
     with_app(tmp_path, body)

@@ -231,6 +231,62 @@ def test_a_server_that_stays_away_is_lost_at_the_deadline(clock: Clock, tmp_path
     assert 55 < clock.now <= 60
 
 
+def test_a_request_that_takes_too_long_says_which_limit_to_raise(clock: Clock, tmp_path: Path) -> None:
+    def slow(_: httpx.Request) -> httpx.Response:
+        clock.sleep(60)
+        raise httpx.ReadTimeout("nothing")
+
+    with pytest.raises(ServerError, match=r"within trl\.vllm_server_timeout") as problem:
+        ready(slow, clock, tmp_path).generate(REQUEST)
+    assert problem.value.code == "E-SRV-04" and "raise trl.vllm_server_timeout" in problem.value.do
+    with pytest.raises(ServerError, match="is lost"):
+        ready(slow, clock, tmp_path).clear_adapter()
+
+
+def lost_in_the_handshake(_: httpx.Request) -> httpx.Response:
+    raise httpx.RemoteProtocolError("half an answer")
+
+
+@pytest.mark.parametrize(
+    ("script", "code"),
+    [
+        (refused, "E-SRV-01"),
+        (lost_in_the_handshake, "E-SRV-01"),
+        (lambda _: httpx.Response(200, json={"protocol": 1}), "E-SRV-09"),
+    ],
+)
+def test_a_handshake_that_fails_is_an_error_of_the_server(
+    script: Script, code: str, clock: Clock, tmp_path: Path
+) -> None:
+    def only_healthy(request: httpx.Request) -> httpx.Response:
+        return answer(Health(status="ok", phase="ready")) if request.url.path == "/health/" else script(request)
+
+    with pytest.raises(ServerError) as problem:
+        make(only_healthy, clock, tmp_path).wait_ready()
+    assert problem.value.code == code
+
+
+def test_requests_name_the_run_that_holds_the_server(clock: Clock, tmp_path: Path) -> None:
+    asked: list[str | None] = []
+
+    def script(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/session/":
+            return httpx.Response(200, json={"instance_id": "a", "run_id": "r", "adapter_version": 0})
+        body = GenerateRequest.model_validate_json(request.content)
+        asked.append(body.run_id)
+        return answer(REPLY.model_copy(update={"request_id": body.request_id}))
+
+    client = ready(script, clock, tmp_path)
+    client.generate(REQUEST)
+    client.claim("r", FAKE_FINGERPRINT)
+    client.generate(REQUEST)
+    with pytest.raises(ServerError):  # the answer has no scores; what was asked counts
+        client.score([[1]], [[7]], 1.0, 0)
+    client.release()
+    client.generate(REQUEST)
+    assert asked == [None, "r", "r", None]
+
+
 @pytest.mark.parametrize("status", [400, 409, 422, 500])
 def test_refusals_are_not_repeated(status: int, clock: Clock, tmp_path: Path) -> None:
     calls: list[int] = []

@@ -9,7 +9,7 @@ import pytest
 
 from axolotl.serving.adapters import AdapterRegistry
 from axolotl.serving.refusals import Refusal
-from axolotl.serving.session import Session, process_started
+from axolotl.serving.session import ACTIVE_S, Session, process_started
 from axolotl.serving.wire import SessionRequest
 from tests.fakes.engine import FAKE_FINGERPRINT, FakeEngine
 
@@ -66,10 +66,10 @@ def test_a_holder_elsewhere_keeps_it_while_it_is_active(world: World) -> None:
     world.claim("first", 10, host="there")
     world.now = 50
     world.session.touch()
-    world.now = 109
+    world.now = 50 + ACTIVE_S - 1
     with pytest.raises(Refusal):
         world.claim("second", 20)
-    world.now = 111
+    world.now = 50 + ACTIVE_S + 1
     world.claim("second", 20)
     assert world.session.run_id == "second"
 
