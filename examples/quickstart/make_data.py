@@ -10,7 +10,7 @@ import random
 from pathlib import Path
 
 DIRECTORY = Path(__file__).resolve().parent / "data"
-NUM_HELDOUT_SUMS = 40
+NUM_HELDOUT_SUMS = 30
 
 
 def questions(pairs: list[tuple[int, int]]) -> list[dict[str, str]]:

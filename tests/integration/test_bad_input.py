@@ -134,7 +134,7 @@ def test_three_prompts_where_a_batch_needs_four(
     [
         ("--lora_target_modules=[no_such_proj]", "no_such_proj"),
         ("--trl.vllm_guided_decoding_regex=[0-9]+", "vllm_guided_decoding_regex"),
-        ("--optim_args=no_such_arg=1", "no_such_arg"),
+        ("--optim_args=no_such_arg=1", "optim_args"),
     ],
 )
 def test_what_the_libraries_refuse(option: str, wanted: str, project: Path, capsys: pytest.CaptureFixture[str]) -> None:

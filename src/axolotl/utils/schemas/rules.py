@@ -14,6 +14,10 @@ from axolotl.utils.schemas.hosts import is_this_machine
 from axolotl.utils.schemas.nodes import Path, Problem
 from axolotl.utils.schemas.plan import prompt_limit, uses_server
 
+_WITHOUT_ARGUMENTS = frozenset(
+    {"adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused", "adafactor"}
+)
+
 Rule = Callable[[AxolotlConfig], list[Problem]]
 
 MAX_SERVED_RANK = 512
@@ -61,6 +65,14 @@ def one_number_format(config: AxolotlConfig) -> list[Problem]:
     if config.bf16 is True and config.fp16:
         return [Problem(("fp16",), "cannot be combined with bf16: true; keep one of them")]
     return []
+
+
+def optimizer_reads_its_arguments(config: AxolotlConfig) -> list[Problem]:
+    """PyTorch's AdamW and Adafactor are set by options of their own; transformers reads no further ones for them."""
+    if not config.optim_args or config.optimizer not in _WITHOUT_ARGUMENTS:
+        return []
+    message = f"is not read by optimizer {config.optimizer}; use adam_beta1, adam_beta2, adam_epsilon and weight_decay"
+    return [Problem(("optim_args",), message)]
 
 
 def one_schedule(config: AxolotlConfig) -> list[Problem]:
@@ -331,6 +343,7 @@ TRAINING: tuple[Rule, ...] = (
     training_needs_data_and_rewards,
     one_attention,
     one_number_format,
+    optimizer_reads_its_arguments,
     one_schedule,
     evaluation_drives_what_needs_it,
     best_model_is_saved,

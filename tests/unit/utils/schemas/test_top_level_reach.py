@@ -212,7 +212,7 @@ TOP_LEVEL: dict[str, Reaches | Refused | Wrong] = {
     "warmup_steps": same("warmup_steps", 5),
     "warmup_ratio": Reaches(0.1, argument("warmup_steps"), 0.1),
     "optimizer": Reaches("adafactor", argument("optim"), "adafactor"),
-    "optim_args": Reaches({"a": 1}, argument("optim_args"), "a=1"),
+    "optim_args": Reaches({"a": 1}, argument("optim_args"), "a=1", {"optimizer": "sgd"}),
     "weight_decay": same("weight_decay", 0.1),
     "adam_beta1": same("adam_beta1", 0.8),
     "adam_beta2": same("adam_beta2", 0.95),
