@@ -69,6 +69,26 @@ def test_resume_goes_on_as_if_nothing_had_happened(project: Path) -> None:
     assert metrics(project / "parts")[3]["reward"] == metrics(project / "whole")[3]["reward"]
 
 
+def test_a_finished_run_is_not_trained_further(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved = ["--save_strategy", "steps", "--save_steps", "1"]
+    assert main(["train", "config.yaml", *saved]) == 0
+    before = adapter(project / "out")
+    assert main(["train", "config.yaml", *saved, "--resume"]) == 0
+    assert "nothing left to train" in capsys.readouterr().err
+    assert equal(before, adapter(project / "out")) and not (project / "out" / "checkpoint-3").exists()
+    assert main(["train", "config.yaml", *saved, "--resume", "--lora_r", "4"]) == 2
+    assert "the checkpoint has 8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["lora", "null"])
+def test_weights_that_diverge_end_with_their_own_code(
+    kind: str, project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "config.yaml", "--learning_rate", "1e30", "--max_steps", "4", "--adapter", kind]) == 8
+    error = capsys.readouterr().err
+    assert "E-NUM" in error and "learning_rate" in error and "Traceback" not in error
+
+
 def test_resume_without_a_checkpoint_says_so(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "config.yaml", "--resume"]) == 2
     assert "there is no checkpoint in out" in capsys.readouterr().err

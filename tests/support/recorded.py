@@ -220,7 +220,7 @@ def our_trainer(
         spec=StepSpec(micro_batch_size, args.loss_type, mask_truncated=mask_truncated),
         producer=producer,
         scorer=Scorer(rewards, tokenizer, spec, lambda: trainer.state),
-        sync=InProcessSync(),
+        sync=InProcessSync(trainer.policy),
         accelerator=trainer.accelerator,
     )
     trainer.attach(pipeline, sampler, importance=importance)

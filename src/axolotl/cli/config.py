@@ -77,9 +77,14 @@ def dump_config(config: AxolotlConfig) -> str:
 
 
 def _with_local_paths(config: AxolotlConfig, base_dir: Path) -> AxolotlConfig:
-    """Model and tokenizer as every command finds them: `~` replaced, absolute where they are only beside the config."""
+    """Model and tokenizer as every command finds them: `~` replaced, absolute where they are only beside the config.
+
+    `output_dir` has its `~` replaced too: transformers would do it for some of what the run writes.
+    """
     given = {name: getattr(config, name) for name in ("base_model", "tokenizer_config")}
     found = {name: _local_path(value, base_dir) for name, value in given.items() if value is not None}
+    if config.output_dir.startswith("~"):
+        found["output_dir"] = str(Path(config.output_dir).expanduser())
     return config.model_copy(update=found)
 
 

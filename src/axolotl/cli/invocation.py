@@ -75,6 +75,8 @@ def _parse_arguments(command: str, arguments: list[str]) -> Invocation:
         if not argument.startswith("--") or not name:
             raise _usage(command, f"{argument} is no flag; flags begin with --")
         if name in OWN_FLAGS[command]:
+            if name == "resume" and has_value and not value:
+                raise _usage(command, "--resume= names no checkpoint; write --resume for the newest one")
             flags[name] = value if has_value else True
         elif has_value:
             overrides.append((name, value))

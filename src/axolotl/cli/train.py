@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import sys
 import uuid
@@ -110,7 +112,7 @@ def _find_checkpoint(config: AxolotlConfig, resume: bool | str) -> str | None:
             do="start over with --overwrite, or set trl.sync_ref_model: false",
         )
     if isinstance(resume, str):
-        return _require_complete(Path(resume))
+        return _require_complete(Path(resume), config)
     checkpoint = _newest_checkpoint(config)
     if checkpoint is None:
         raise ConfigError(
@@ -119,10 +121,10 @@ def _find_checkpoint(config: AxolotlConfig, resume: bool | str) -> str | None:
             do="leave out --resume to start from the beginning",
         )
     _say(f"resuming from {checkpoint}")
-    return _require_complete(Path(checkpoint))
+    return _require_complete(Path(checkpoint), config)
 
 
-def _require_complete(checkpoint: Path) -> str:
+def _require_complete(checkpoint: Path, config: AxolotlConfig) -> str:
     """A checkpoint without the optimizer's state would go on as another run, silently."""
     missing = [
         name for name in ("trainer_state.json", "optimizer.pt", "scheduler.pt") if not (checkpoint / name).is_file()
@@ -133,7 +135,20 @@ def _require_complete(checkpoint: Path) -> str:
             why=f"it holds no {missing[0]}",
             do="give a directory checkpoint-N of a run with save_only_model: false",
         )
+    _require_same_adapter(checkpoint, config)
     return str(checkpoint)
+
+
+def _require_same_adapter(checkpoint: Path, config: AxolotlConfig) -> None:
+    described = checkpoint / "adapter_config.json"
+    rank = json.loads(described.read_text())["r"] if described.is_file() else None
+    wanted = config.lora_r if config.adapter else None
+    if rank != wanted:
+        raise ConfigError(
+            f"--resume {checkpoint}: lora_r is {wanted} now, the checkpoint has {rank}",
+            why="the weights of one do not fit the other (none means full fine-tuning)",
+            do="set adapter and lora_r as they were, or start over with --overwrite",
+        )
 
 
 def _share_gpus(config: AxolotlConfig) -> str | None:
@@ -154,6 +169,8 @@ def _start_managed_server(
     loaded: LoadedConfig, output: OutputDir, gpus: str | None, stack: ExitStack
 ) -> ManagedServer | None:
     config = loaded.config
+    if not uses_server(config) and config.vllm.managed:
+        _say("vllm.managed has no effect: trl.use_vllm is false, so the policy generates in this process")
     if not (uses_server(config) and config.vllm.managed):
         return None
     from axolotl.core.run.output_dir import RESOLVED_CONFIG, SERVER_LOG
@@ -272,6 +289,9 @@ def _train(trainer: AxolotlGRPOTrainer, output: OutputDir, checkpoint: str | Non
     from axolotl.core.run.faults import kept
     from axolotl.core.run.signals import StopAtBoundary, StopRequest
 
+    if checkpoint is not None and _is_finished(Path(checkpoint), trainer):
+        _say(f"{checkpoint} is the end of a finished run: nothing left to train; raise max_steps to go on")
+        return
     stop = StopRequest()
     trainer.add_callback(StopAtBoundary(stop))
     with stop.listening():
@@ -287,9 +307,23 @@ def _train(trainer: AxolotlGRPOTrainer, output: OutputDir, checkpoint: str | Non
         )
 
 
+def _is_finished(checkpoint: Path, trainer: AxolotlGRPOTrainer) -> bool:
+    """Whether the checkpoint has all steps of this config: transformers would take one more before it looks."""
+    done = int(json.loads((checkpoint / "trainer_state.json").read_text())["global_step"])
+    planned = trainer.args.max_steps
+    if planned <= 0:
+        planned = math.ceil(trainer.args.num_train_epochs * trainer.sampler.steps_per_epoch)
+    return done >= planned
+
+
 def _finish(trainer: AxolotlGRPOTrainer, output: OutputDir, config: AxolotlConfig) -> None:
     from axolotl.core.run.output_dir import LAST_ERROR
 
+    if trainer.state.global_step == 0:
+        # Nothing was trained: what an earlier run saved stays.
+        output.file(LAST_ERROR).unlink(missing_ok=True)
+        trainer.pipeline.close()
+        return
     with output.saving():
         trainer.save_model(str(output.path))
     if uses_server(config) and not config.vllm.managed:

@@ -81,7 +81,7 @@ def _call_transform(
     keywords = {"dataset_idx": index} if "dataset_idx" in _parameters(transform) else {}
     try:
         made = transform(cfg, **keywords)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         pass_interruption(error)
         raise ConfigError(
             f"{key}: {path}(cfg) raised {one_line(error)} ({error_place(error) or path})",
@@ -146,7 +146,7 @@ class _Guarded:
             del given[self._index_at]
         try:
             made = self._map_fn(*given, **keywords)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             pass_interruption(error)
             raise self._failure(error, row) from error
         if made is None:
@@ -171,7 +171,7 @@ class _Guarded:
                 do="return the same keys for every row, with None where there is no value",
             )
 
-    def _failure(self, error: Exception, row: Any) -> DataError:
+    def _failure(self, error: BaseException, row: Any) -> DataError:
         is_column = isinstance(error, KeyError) and error.args and error.args[0] not in self._columns
         return DataError(
             f"{self._path} raised {one_line(error)} on {self._where(row)} ({error_place(error) or self._path})",

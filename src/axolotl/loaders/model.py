@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from axolotl.errors import ConfigError, EnvironmentFault
@@ -41,7 +42,7 @@ def load_model(
             why=str(error).strip().splitlines()[0],
             do="install it, or change attn_implementation / load_in_4bit / load_in_8bit",
         ) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(
             f"base_model: {config.base_model} cannot be loaded",
             code="E-CFG-11",

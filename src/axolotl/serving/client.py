@@ -21,7 +21,7 @@ from typing import TypeVar
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from axolotl.errors import AxolotlError, ServerError, SyncError
+from axolotl.errors import AxolotlError, NumericError, ServerError, SyncError
 from axolotl.serving.server_file import SERVER_FILE, TOKEN_VARIABLE, read_token
 from axolotl.serving.wire import (
     INSTANCE_HEADER,
@@ -325,6 +325,8 @@ class ServerClient:
             body = ErrorBody.model_validate_json(reply.content)
         except ValidationError as problem:
             raise self._no_answer_of_ours(reply, problem) from problem
+        if body.code.startswith("E-NUM"):
+            error = NumericError
         raise error(f"server: {body.what}", code=body.code, why=body.why, do=body.do)
 
     def _no_answer_of_ours(self, reply: httpx.Response, problem: ValidationError) -> ServerError:

@@ -10,6 +10,8 @@ from pathlib import Path
 import psutil
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from axolotl.errors import EnvironmentFault
+
 SERVER_FILE = "server.json"
 TOKEN_VARIABLE = "AXOLOTL_SERVER_TOKEN"
 
@@ -57,7 +59,23 @@ def read_server_file(sync_dir: Path) -> ServerFile | None:
 
 
 def write_server_file(sync_dir: Path, content: ServerFile) -> None:
-    """Publish it atomically, readable by its owner only. `sync_dir` is made with mode 0700 when absent."""
+    """Publish it atomically, readable by its owner only. `sync_dir` is made with mode 0700 when absent.
+
+    Raises:
+        EnvironmentFault: the directory cannot be made or written to.
+    """
+    try:
+        _write(sync_dir, content)
+    except OSError as error:
+        raise EnvironmentFault(
+            f"vllm.sync_dir {sync_dir} cannot be used",
+            code="E-ENV-09",
+            why=error.strerror or str(error),
+            do="set vllm.sync_dir to a directory that this user may write to",
+        ) from error
+
+
+def _write(sync_dir: Path, content: ServerFile) -> None:
     sync_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     temporary = sync_dir / f".{SERVER_FILE}.{content.instance_id}"
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

@@ -314,7 +314,7 @@ class TestDump:
             "  generation_kwargs: {a: 1e-4, b: '1e-4', c: null, d: 'true', e: [1, '2']}\n"
             "  vllm_importance_sampling_cap: 2.0\n"
             "special_tokens: {pad_token: '<|x|>'}\nwandb_name: 'None'\nwandb_entity: 'yes'\nrevision_of_model: 1.10\n"
-            "gc_steps: 1\noptim_args: {a: 1}\nsave_steps: 0.5\n"
+            "gc_steps: 1\noptimizer: sgd\noptim_args: {a: 1}\nsave_steps: 0.5\n"
         )
         first = load(text).config
         second = load(dump_config(first))

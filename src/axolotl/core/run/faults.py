@@ -34,15 +34,22 @@ def named_faults(output_dir: Path) -> Iterator[None]:
             do="lower micro_batch_size (and raise gradient_accumulation_steps) or trl.max_completion_length",
             saved=kept(output_dir),
         ) from error
-    except OSError as error:
-        if error.errno not in _NO_SPACE:
+    except (OSError, RuntimeError) as error:
+        if not _is_full_disk(error):
             raise
         raise StorageError(
             f"no space left for what the run writes in {output_dir}",
-            why=error.strerror or str(error),
+            why=str(error).splitlines()[0],
             do="free space or set save_total_limit, then rerun train with --resume",
             saved=kept(output_dir),
         ) from error
+
+
+def _is_full_disk(error: OSError | RuntimeError) -> bool:
+    """torch.save reports a write that failed as a RuntimeError of its zip writer."""
+    if isinstance(error, OSError):
+        return error.errno in _NO_SPACE
+    return "PytorchStreamWriter failed" in str(error) or "unexpected pos" in str(error)
 
 
 def kept(output_dir: Path) -> str:

@@ -18,6 +18,20 @@ LAST_ERROR = "last_error.json"
 RESOLVED_CONFIG = "config.resolved.yaml"
 SERVER_LOG = "server.log"
 
+_WRITTEN_AT_THE_END = (
+    "README.md",
+    "adapter_config.json",
+    "adapter_model.safetensors",
+    "chat_template.jinja",
+    "config.json",
+    "generation_config.json",
+    "metrics.jsonl",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "training_args.bin",
+)
+
 # What a run leaves that ended before its first step: nothing that starting over could lose.
 _DISPOSABLE = frozenset({LAST_ERROR, RESOLVED_CONFIG, SERVER_LOG})
 
@@ -41,6 +55,7 @@ class OutputDir:
             path.mkdir(parents=True, exist_ok=True)
             output = cls(path, _read_notes(path))
             if overwrite and not resume:
+                output._refuse_foreign()
                 output._delete_written()
             elif not resume and output._has_results():
                 raise ConfigError(
@@ -72,8 +87,21 @@ class OutputDir:
     def saving(self) -> Iterator[None]:
         """Remember the files that appear directly in the directory while the block runs."""
         before = {item for item in self.path.iterdir() if item.is_file()}
+        # Noted in advance, so that a run killed while it saves leaves nothing that looks like a user's.
+        self.note(*(self.path / name for name in _WRITTEN_AT_THE_END if not (self.path / name).exists()))
         yield
         self.note(*({item for item in self.path.iterdir() if item.is_file()} - before))
+
+    def _refuse_foreign(self) -> None:
+        """A file of the user's under a name that the run writes would be lost."""
+        foreign = [name for name in _WRITTEN_AT_THE_END if (self.path / name).exists() and name not in self._written]
+        if foreign:
+            raise ConfigError(
+                f"output_dir {self.path} holds {foreign[0]}, which is not ours and would be overwritten",
+                code="E-CFG-30",
+                why="--overwrite touches only what an earlier run wrote",
+                do="move that file away, or set output_dir",
+            )
 
     def _has_results(self) -> bool:
         ours = _DISPOSABLE | {_NOTES.parent.name}

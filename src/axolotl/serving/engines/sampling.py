@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from axolotl.errors import NumericError
 from axolotl.serving.engines.protocol import EngineRejects
 from axolotl.serving.wire import Sampling
 
@@ -140,10 +141,20 @@ def draw(logits: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, to
 
     Returns:
         `[rows]` int64 and `[rows]` float64.
+
+    Raises:
+        NumericError: a row holds NaN, or nothing but minus infinity.
     """
     shifted = logits - logits.amax(dim=-1, keepdim=True)
     cumulated = shifted.exp().cumsum(dim=-1, dtype=torch.float64)
     total = cumulated[:, -1:]
+    if not bool(total.isfinite().all()):
+        raise NumericError(
+            "the model's output is no longer finite",
+            code="E-NUM-03",
+            why="its weights are finite but far too large",
+            do="lower learning_rate or max_grad_norm, and resume from the newest checkpoint",
+        )
     target = torch.minimum(uniforms.to(logits.device)[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
     tokens = torch.searchsorted(cumulated, target, right=True)
     return tokens[:, 0], (shifted.gather(-1, tokens) - total.log())[:, 0]

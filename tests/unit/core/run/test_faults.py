@@ -37,5 +37,9 @@ def test_a_full_disk_has_its_own_exit_code_and_other_errors_pass(tmp_path: Path)
     with pytest.raises(StorageError) as problem, named_faults(tmp_path):
         raise OSError(errno.ENOSPC, "No space left on device")
     assert problem.value.exit_code == 9
+    with pytest.raises(StorageError), named_faults(tmp_path):
+        raise RuntimeError("[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0")
+    with pytest.raises(RuntimeError, match="something else"), named_faults(tmp_path):
+        raise RuntimeError("something else")
     with pytest.raises(FileNotFoundError), named_faults(tmp_path):
         raise FileNotFoundError(errno.ENOENT, "no such file")

@@ -62,7 +62,8 @@ def test_a_directory_of_foreign_files_needs_a_decision(tmp_path: Path) -> None:
 def test_notes_that_lead_out_of_the_directory_delete_nothing(tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("mine")
     output = finished(tmp_path / "out")
-    (tmp_path / "out" / ".axolotl" / "written.json").write_text('["../precious", "metrics.jsonl"]')
+    notes = tmp_path / "out" / ".axolotl" / "written.json"
+    notes.write_text('["../precious", "metrics.jsonl", "adapter_config.json"]')
     OutputDir.open(output.path, overwrite=True)
     assert (tmp_path / "precious").exists() and not (tmp_path / "out" / "metrics.jsonl").exists()
 
@@ -71,3 +72,9 @@ def test_an_output_dir_that_is_a_file_is_an_environment_fault(tmp_path: Path) ->
     (tmp_path / "out").write_text("")
     with pytest.raises(EnvironmentFault, match="cannot be used"):
         OutputDir.open(tmp_path / "out")
+
+
+def test_overwrite_does_not_write_over_a_file_of_the_user(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("mine")
+    with pytest.raises(ConfigError, match=r"README\.md, which is not ours"):
+        OutputDir.open(tmp_path, overwrite=True)

@@ -14,6 +14,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from axolotl.errors import NumericError
 from axolotl.serving.engines.protocol import EngineRejects
 from axolotl.serving.engines.sampling import (
     UniformStream,
@@ -141,3 +142,9 @@ def test_stop_rule_from_generation_kwargs() -> None:
 def test_what_is_not_supported_is_refused_by_name(sampling: Sampling, named: str) -> None:
     with pytest.raises(EngineRejects, match=named):
         stop_rule(sampling, EOS)
+
+
+def test_logits_that_are_not_finite_are_a_numeric_fault() -> None:
+    logits = torch.tensor([[0.0, 1.0], [torch.nan, 0.0]])
+    with pytest.raises(NumericError, match="no longer finite"):
+        draw(logits, torch.tensor([0.5, 0.5], dtype=torch.float64))

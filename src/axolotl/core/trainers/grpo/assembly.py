@@ -103,7 +103,7 @@ def _arguments(parts: Parts, sampler: GroupSampler) -> GRPOConfig:
 
 def _weight_sync(parts: Parts, trainer: AxolotlGRPOTrainer) -> WeightSync:
     if parts.server is None:
-        return InProcessSync()
+        return InProcessSync(trainer.policy)
     return LoraFiles(lambda: cast(PeftModel, trainer.policy()), parts.server.client, parts.server.directory)
 
 

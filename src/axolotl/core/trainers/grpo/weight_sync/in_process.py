@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from torch import nn
+
+from axolotl.errors import NumericError
+
 
 class InProcessSync:
-    """A `WeightSync` that is always up to date."""
+    """A `WeightSync` that is always up to date.
 
-    def __init__(self) -> None:
+    policy: returns the model whose trained weights are looked at: noise in them would end in the sampler.
+    """
+
+    def __init__(self, policy: Callable[[], nn.Module]) -> None:
+        self._policy = policy
         self._version = 0
 
     @property
@@ -14,6 +24,15 @@ class InProcessSync:
         return self._version
 
     def push(self, version: int) -> None:
+        """Raises `NumericError` when a trained weight is not finite."""
+        for name, weight in self._policy().named_parameters():
+            if weight.requires_grad and not bool(weight.isfinite().all()):
+                raise NumericError(
+                    f"the weights are no longer finite after step {version - 1}: {name}",
+                    code="E-NUM-02",
+                    why="the optimizer step before this one was too large",
+                    do="lower learning_rate or max_grad_norm, and resume from the newest checkpoint",
+                )
         self._version = version
 
     def close(self) -> None:
