@@ -75,8 +75,9 @@ quickstart: $(STAMPS)/smollm2 ## train SmolLM2-135M to add two numbers, on a CPU
 test: lint types $(STAMPS)/smollm2 $(STAMPS)/vllm ## everything: lint, types, docs and all tests (under 20 minutes)
 	$(PYTEST) $(ARGS)
 
-test-fast: $(STAMPS)/base ## unit and docs tests: no server, no network, about a minute
-	$(PYTEST) tests/unit tests/docs -q $(ARGS)
+# Importing vLLM takes ten seconds, so the tests of its engine run with `make test` only.
+test-fast: $(STAMPS)/base ## unit and docs tests: no server, no network, under 60 seconds
+	$(PYTEST) tests/unit tests/docs -q --ignore-glob='*/engines/test_vllm_*' $(ARGS)
 
 test-integration: $(STAMPS)/smollm2 $(STAMPS)/vllm ## tests that start servers and train small models
 	$(PYTEST) tests/integration $(ARGS)
