@@ -76,8 +76,8 @@ test: lint types $(STAMPS)/smollm2 $(STAMPS)/vllm ## everything: lint, types, do
 	$(PYTEST) $(ARGS)
 
 # Importing vLLM takes ten seconds, so the tests of its engine run with `make test` only.
-test-fast: $(STAMPS)/base ## unit and docs tests: no server, no network, under 60 seconds
-	$(PYTEST) tests/unit tests/docs -q --ignore-glob='*/engines/test_vllm_*' $(ARGS)
+test-fast: $(STAMPS)/base ## unit tests: no server, no network, under 60 seconds
+	$(PYTEST) tests/unit -q --ignore-glob='*/engines/test_vllm_*' $(ARGS)
 
 test-integration: $(STAMPS)/smollm2 $(STAMPS)/vllm ## tests that start servers and train small models
 	$(PYTEST) tests/integration $(ARGS)
@@ -99,7 +99,7 @@ docs: $(STAMPS)/base ## write the generated parts of docs/ anew
 docs-check: $(STAMPS)/base ## links, names and code blocks of the docs; generated pages are current
 	$(PYTEST) tests/docs -q $(ARGS)
 
-check: lint types test-fast ## what a change must pass before it is pushed (pre-commit runs lint and types)
+check: lint types test-fast docs-check ## what a change must pass before it is pushed (pre-commit runs lint and types)
 
 clean: ## remove .venv, caches and what the quickstart made
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache build dist
