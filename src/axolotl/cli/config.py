@@ -121,7 +121,7 @@ def _override(root: Node, key: str, text: str) -> list[Problem]:
     for depth, part in enumerate(path[:-1]):
         child = parent.find((part,))
         if child is None or child.value is None:
-            if isinstance(part, int):
+            if isinstance(part, int) or isinstance(parent.value, list):
                 return [Problem(path, f"there is no entry {part}", node)]
             child = Node({}, 1, flag)
             parent.value[part] = child

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -13,7 +14,7 @@ def refused_by_libraries() -> Iterator[None]:
     """What TRL, PEFT or transformers refuse about a config while a trainer is built is the config's fault."""
     try:
         yield
-    except (ValueError, TypeError, ImportError, NotImplementedError) as error:
+    except (ValueError, TypeError, ImportError, NotImplementedError, re.error) as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise ConfigError(
             "the training libraries refuse this config",
