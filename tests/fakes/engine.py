@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
-from axolotl.serving.engines.protocol import EngineName, EngineRejects
+from axolotl.serving.engines.protocol import EngineName, EngineProgress, EngineRejects
 from axolotl.serving.engines.sampling import stop_rule
 from axolotl.serving.manifest import ADAPTER_FILES
-from axolotl.serving.wire import Completion, Fingerprint, Group, Sampling
+from axolotl.serving.wire import Completion, Fingerprint, Group, Sampling, WeightTransport
 
 FAKE_FINGERPRINT = Fingerprint(
     base_model="fake", config="c1", tokenizer="t1", weights="w1", summary={"vocab_size": 100, "hidden_size": 8}
@@ -17,13 +17,16 @@ FAKE_FINGERPRINT = Fingerprint(
 
 
 class FakeEngine:
-    """calls: what was asked of it, in order. gate: `generate` waits for it, so a test decides when a request ends.
+    """calls: what was asked of it, in order. gate: `generate` waits for it, so a test decides when a request ends;
+    between_groups: it waits for this one after each group. death: resolve it with a reason to make the engine die.
 
     The log-prob of a token under version v is `-(1 + v + token / 100)`.
     """
 
     name: EngineName = "transformers"
     dtype = "float32"
+    device = "cpu"
+    weight_transports: tuple[WeightTransport, ...] = ("files",)
     max_model_len = 64
     vocab_size = 100
 
@@ -36,6 +39,10 @@ class FakeEngine:
         self.gate.set()
         self.started = asyncio.Event()
         self.fault: Exception | None = None
+        self.between_groups = asyncio.Event()
+        self.between_groups.set()
+        self.death: asyncio.Future[str] | None = None
+        self.work = 0
 
     async def generate(
         self,
@@ -43,17 +50,17 @@ class FakeEngine:
         sampling: Sampling,
         seeds: Sequence[Sequence[int]],
         adapter_version: int,
-    ) -> list[Group]:
+    ) -> AsyncIterator[Group]:
         stop_rule(sampling, frozenset())
         self.calls.append(f"generate v{adapter_version}")
         self.started.set()
         await self.gate.wait()
         if self.fault is not None:
             raise self.fault
-        return [
-            Group(index=index, completions=[self._completion(seed, sampling, adapter_version) for seed in row])
-            for index, row in enumerate(seeds)
-        ]
+        for index, row in enumerate(seeds):
+            self.work += len(prompts[index]) + len(row) * sampling.max_tokens
+            yield Group(index=index, completions=[self._completion(seed, sampling, adapter_version) for seed in row])
+            await self.between_groups.wait()
 
     async def score(
         self,
@@ -75,6 +82,22 @@ class FakeEngine:
 
     async def unload_adapter(self, version: int) -> None:
         self.calls.append(f"unload v{version}")
+
+    def check_sampling(self, sampling: Sampling) -> None:
+        stop_rule(sampling, frozenset())
+
+    async def load_weights(self, version: int, directory: Path) -> int:
+        if (directory / "model.safetensors").read_bytes() == b"bad":
+            raise EngineRejects("the tensors are bad")
+        self.calls.append(f"weights v{version}")
+        return self.num_modules
+
+    def progress(self) -> EngineProgress:
+        return EngineProgress(self.work, self.work)
+
+    async def died(self) -> str:
+        self.death = asyncio.get_running_loop().create_future()
+        return await self.death
 
     async def reset(self) -> None:
         self.calls.append("reset")

@@ -25,6 +25,7 @@ from axolotl.serving.engines.protocol import EngineRejects
 from axolotl.serving.wire import Completion, Group, Sampling
 from tests.integration.conftest import RunningEngine, serve_on_loop
 from tests.support.adapters import publish_random
+from tests.support.groups import all_groups
 from tests.support.protocol_suite import ProtocolSuite, Subject
 from tests.support.reference import load_reference, reference_logprobs
 from tests.support.tiny_model import make_random_adapter, make_tiny_tokenizer
@@ -59,7 +60,7 @@ def generate(
     **sampling: Any,
 ) -> list[Group]:
     options = Sampling(**{"n": len(seeds[0]), "max_tokens": 8, **sampling})
-    return running.loop.run(running.engine.generate(prompts, options, seeds, version))
+    return running.loop.run(all_groups(running.engine.generate(prompts, options, seeds, version)))
 
 
 def score(
@@ -172,7 +173,8 @@ def test_scoring_and_sampling_share_a_step(vllm_engine: RunningEngine, base: tor
 
     async def both() -> tuple[list[Group], list[list[float]]]:
         return await asyncio.gather(
-            engine.generate(PROMPTS, sampling, [[1, 2]] * 3, 0), engine.score([LONG_PROMPT], [TOKENS], 1.3, 0)
+            all_groups(engine.generate(PROMPTS, sampling, [[1, 2]] * 3, 0)),
+            engine.score([LONG_PROMPT], [TOKENS], 1.3, 0),
         )
 
     groups, scores = vllm_engine.loop.run(both())
@@ -212,7 +214,7 @@ def test_versions_do_not_mix_in_one_batch_nor_in_the_prefix_cache(
     async def all_at_once() -> list[list[Group]]:
         engine = clean.engine
         return await asyncio.gather(
-            *(engine.generate([LONG_PROMPT], sampling, [[1, 2]], version) for version in (0, 1, 2))
+            *(all_groups(engine.generate([LONG_PROMPT], sampling, [[1, 2]], version)) for version in (0, 1, 2))
         )
 
     for _ in range(3):
@@ -383,8 +385,8 @@ def test_cancelled_requests_leave_the_engine_free(clean: RunningEngine) -> None:
 
     async def cancel_midway() -> None:
         sampling = Sampling(n=4, max_tokens=120, extra={"ignore_eos": True})
-        task = asyncio.ensure_future(clean.engine.generate(PROMPTS[:1], sampling, [[1, 2, 3, 4]], 0))
-        await clean.engine.generate(PROMPTS[:1], Sampling(max_tokens=2), [[9]], 0)
+        task = asyncio.ensure_future(all_groups(clean.engine.generate(PROMPTS[:1], sampling, [[1, 2, 3, 4]], 0)))
+        await all_groups(clean.engine.generate(PROMPTS[:1], Sampling(max_tokens=2), [[9]], 0))
         assert not task.done()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -401,8 +403,8 @@ def test_a_reset_aborts_what_an_earlier_run_left_running(
 
     async def reset_midway() -> None:
         sampling = Sampling(n=4, max_tokens=120, extra={"ignore_eos": True})
-        task = asyncio.ensure_future(clean.engine.generate(PROMPTS[:1], sampling, [[1, 2, 3, 4]], 1))
-        await clean.engine.generate(PROMPTS[:1], Sampling(max_tokens=2), [[9]], 1)
+        task = asyncio.ensure_future(all_groups(clean.engine.generate(PROMPTS[:1], sampling, [[1, 2, 3, 4]], 1)))
+        await all_groups(clean.engine.generate(PROMPTS[:1], Sampling(max_tokens=2), [[9]], 1))
         assert not task.done()
         await clean.engine.reset()
         with pytest.raises(ServerError, match="gave up a request"):
@@ -440,8 +442,8 @@ def test_a_dead_engine_is_an_error_and_leaves_no_process(vllm_engine: RunningEng
 
     async def die_midway() -> None:
         sampling = Sampling(n=4, max_tokens=120, extra={"ignore_eos": True})
-        task = asyncio.ensure_future(engine.generate(PROMPTS[:1], sampling, [[1, 2, 3, 4]], 0))
-        await engine.generate(PROMPTS[:1], Sampling(max_tokens=2), [[9]], 0)
+        task = asyncio.ensure_future(all_groups(engine.generate(PROMPTS[:1], sampling, [[1, 2, 3, 4]], 0)))
+        await all_groups(engine.generate(PROMPTS[:1], Sampling(max_tokens=2), [[9]], 0))
         core.kill()
         async with asyncio.timeout(60):
             with pytest.raises(ServerError, match="engine process died"):

@@ -24,7 +24,7 @@ from axolotl.serving.engines.protocol import Engine, EngineRejects
 from axolotl.serving.guard import Guard, error_response
 from axolotl.serving.refusals import Refusal
 from axolotl.serving.seeds import fresh_seeds
-from axolotl.serving.session import Session
+from axolotl.serving.session import ACTIVE_S, Session
 from axolotl.serving.wire import (
     PROTOCOL_VERSION,
     Completion,
@@ -110,6 +110,7 @@ def build_app(state: ServerState) -> FastAPI:
                 instance_id=state.instance_id,
                 run_id=serving.session.run_id,
                 adapter_version=serving.registry.current,
+                lease_s=ACTIVE_S,
             )
         )
 
@@ -161,7 +162,8 @@ async def _groups(engine: Engine, request: GenerateRequest) -> list[Group]:
     try:
         if request.score_ids is None:
             seeds = request.seeds or fresh_seeds(len(request.prompts), sampling.n)
-            groups = await engine.generate(request.prompts, sampling, seeds, version)
+            groups = [group async for group in engine.generate(request.prompts, sampling, seeds, version)]
+            groups.sort(key=lambda group: group.index)
             return [
                 Group(
                     index=group.index,
@@ -170,6 +172,7 @@ async def _groups(engine: Engine, request: GenerateRequest) -> list[Group]:
                             ids=completion.ids,
                             logprobs=_finite(completion.logprobs),
                             finish_reason=completion.finish_reason,
+                            log_kept=completion.log_kept,
                         )
                         for completion in group.completions
                     ],
@@ -200,6 +203,8 @@ def _server_info(state: ServerState, serving: Serving) -> ServerInfo:
         engine=engine.name,
         fingerprint=engine.fingerprint,
         dtype=engine.dtype,
+        device=engine.device,
+        weight_transports=list(engine.weight_transports),
         max_model_len=engine.max_model_len,
         max_lora_rank=engine.max_lora_rank,
         adapter_version=serving.registry.current,

@@ -147,7 +147,7 @@ class ServerClient:
         """Give the server back. Does nothing without a claim; a server that is gone is released already."""
         if self._claim is None:
             return
-        body = self._claim.model_copy(update={"release": True}).model_dump()
+        body = self._claim.model_copy(update={"action": "release"}).model_dump()
         self._claim = None
         with suppress(httpx.TransportError):
             self._http.post("/session/", json=body, headers=self._headers(), timeout=RELEASE_TIMEOUT_S)

@@ -71,8 +71,12 @@ class Session:
     async def claim(self, request: SessionRequest) -> None:
         """Give the server to a run, or renew or release its claim. Raises a 409 `Refusal` otherwise."""
         async with self._lock:
-            if request.release:
+            if request.action == "release":
                 self._release(request.run_id)
+                return
+            if request.action == "renew":
+                self.check_run(request.run_id)
+                self.touch()
                 return
             unequal = differences(self._fingerprint, request.fingerprint)
             if unequal:
@@ -84,13 +88,11 @@ class Session:
                     why="differing: " + "; ".join(unequal) + " (server vs trainer)",
                     do="start the server with the config that is being trained",
                 )
-            is_renewal = self.run_id == request.run_id
-            if not is_renewal:
+            if self.run_id != request.run_id:
                 self._check_free(request)
             started = self._started(request.host, request.pid)
             self._holder = Holder(request.run_id, request.host, request.pid, started, self._clock())
-            if not is_renewal or request.reset:
-                await self._registry.reset(request.run_id)
+            await self._registry.reset(request.run_id)
 
     def check_run(self, run_id: str) -> None:
         """Raise a 409 `Refusal` unless `run_id` holds the server."""

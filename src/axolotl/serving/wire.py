@@ -1,16 +1,17 @@
 """The one definition of every body that crosses HTTP between trainer and server.
 
 Ids travel, never text: a text round trip through the tokenizer is not the identity. Version 0 is the base model;
-adapter versions count from 1 within a session. A log-prob that is not finite travels as null.
+versions of the policy count from 1 within a session, whether they come as adapters or as full weights. A log-prob that
+is not finite travels as null.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 INSTANCE_HEADER = "x-axolotl-instance"
 """Response header: the instance id of the process that answered, errors included."""
 
@@ -21,6 +22,15 @@ class Body(BaseModel):
     """A request or response body: unknown keys are refused on both sides."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ErrorBody(Body):
+    """Body of every 4xx and 5xx of ours. No paths, no stack traces."""
+
+    code: str
+    what: str
+    why: str = ""
+    do: str = ""
 
 
 class Health(Body):
@@ -44,8 +54,14 @@ class Fingerprint(Body):
     summary: dict[str, Any]
 
 
+WeightTransport = Literal["files", "nccl"]
+
+
 class ServerInfo(Body):
-    """`GET /server_info/`."""
+    """`GET /server_info/`.
+
+    device: `cpu`, `cuda`, ... weight_transports: how full weights may arrive, besides adapters.
+    """
 
     server: Literal["axolotl"]
     protocol: int
@@ -54,6 +70,8 @@ class ServerInfo(Body):
     engine: Literal["vllm", "transformers"]
     fingerprint: Fingerprint
     dtype: str
+    device: str
+    weight_transports: list[WeightTransport]
     max_model_len: int
     max_lora_rank: int | None
     adapter_version: int
@@ -62,24 +80,6 @@ class ServerInfo(Body):
 
 
 RunId = Annotated[str, Field(pattern=r"^[a-z0-9-]{1,64}$")]
-
-
-class SessionRequest(Body):
-    """`POST /session/`: a run claims the server, which drops earlier adapters and caches. Repeated by the run that
-    holds it, it renews the claim without a reset unless `reset` is set; `release` gives it back."""
-
-    run_id: RunId
-    host: str
-    pid: int
-    fingerprint: Fingerprint
-    reset: bool = True
-    release: bool = False
-
-
-class SessionResponse(Body):
-    instance_id: str
-    run_id: str | None
-    adapter_version: int
 
 
 class Sampling(Body):
@@ -99,6 +99,32 @@ class Sampling(Body):
     extra: dict[str, Any] = Field(default_factory=dict)
 
 
+class SessionRequest(Body):
+    """`POST /session/`.
+
+    `claim`: a run takes the server, which drops earlier adapters, weights and caches; repeated by the run that holds
+    it, it resets again. `renew`: a sign of life of the run that holds it, refused to every other. `release`: gives it
+    back. sampling: with `claim`, what the run will sample with, so that an option the engine does not support is
+    refused before anything is trained.
+    """
+
+    run_id: RunId
+    host: str
+    pid: int
+    fingerprint: Fingerprint
+    action: Literal["claim", "renew", "release"] = "claim"
+    sampling: Sampling | None = None
+
+
+class SessionResponse(Body):
+    """lease_s: how long the claim lasts without a sign of life, where the server cannot see the run's process."""
+
+    instance_id: str
+    run_id: str | None
+    adapter_version: int
+    lease_s: float
+
+
 class GenerateRequest(Body):
     """`POST /generate/`.
 
@@ -109,6 +135,8 @@ class GenerateRequest(Body):
         these tokens after each prompt under the processed distribution (temperature applied).
     run_id: the run that asks; refused unless it holds the server, since another run's adapters have the same numbers.
         None is a person's question: always answered, with whatever that version is now.
+    stream: answer with one `StreamLine` a line (application/x-ndjson), each group as soon as it is finished, instead
+        of one `GenerateResponse`.
     """
 
     request_id: str
@@ -118,15 +146,22 @@ class GenerateRequest(Body):
     seeds: list[list[int]] | None = None
     score_ids: list[list[int]] | None = None
     run_id: RunId | None = None
+    stream: bool = False
 
 
 class Completion(Body):
     """ids: sampled tokens, the end token included when it was sampled. logprobs: one a token, of the processed
-    distribution the token was drawn from (temperature and penalties applied)."""
+    distribution the token was drawn from (temperature, penalties and filters applied).
+
+    log_kept: one a token, the log of the probability mass that top_k, top_p and min_p kept (0 or less), so that
+    `logprobs + log_kept` belongs to the distribution before these filters. None when nothing was cut, or when the
+    engine cannot say.
+    """
 
     ids: list[int]
     logprobs: list[float | None]
     finish_reason: FinishReason
+    log_kept: list[float] | None = None
 
 
 class Group(Body):
@@ -143,6 +178,74 @@ class GenerateResponse(Body):
     groups: list[Group]
 
 
+class StreamStart(Body):
+    """First line of a streamed answer: what `GenerateResponse` says besides the groups."""
+
+    type: Literal["start"] = "start"
+    request_id: str
+    instance_id: str
+    adapter_version: int
+
+
+class StreamGroup(Body):
+    """A finished group; groups come in the order in which they finish."""
+
+    type: Literal["group"] = "group"
+    group: Group
+
+
+class StreamProgress(Body):
+    """At least every `STREAM_INTERVAL_S` while the request runs. work: see `Progress`."""
+
+    type: Literal["progress"] = "progress"
+    work: int
+
+
+class StreamEnd(Body):
+    """Last line of an answer that is complete."""
+
+    type: Literal["end"] = "end"
+
+
+class StreamError(Body):
+    """Last line of an answer that failed after it had begun. status: what the HTTP status would have been."""
+
+    type: Literal["error"] = "error"
+    status: int
+    error: ErrorBody
+
+
+STREAM_INTERVAL_S = 1.0
+StreamLine = Annotated[
+    StreamStart | StreamGroup | StreamProgress | StreamEnd | StreamError, Field(discriminator="type")
+]
+STREAM_LINE: TypeAdapter[StreamLine] = TypeAdapter(StreamLine)
+
+
+class Progress(Body):
+    """`GET /progress/`: tells slow from hung.
+
+    work: tokens the engine has processed since it started, prompts included; it never falls, and it stands still only
+    when the engine does. generated: those of them that were sampled. running: requests not answered yet.
+    """
+
+    instance_id: str
+    work: int
+    generated: int
+    running: int
+    adapter_version: int
+
+
+class SetWeightsRequest(Body):
+    """`POST /set_weights/`: full weights of a version, read from `<sync_dir>/weights/<run_id>/v<version>/` (files that
+    the manifest lists, safetensors under the model's own tensor names). They replace what is served: adapters are
+    dropped, and no earlier version can be asked for any more."""
+
+    run_id: RunId
+    version: int = Field(ge=1)
+    manifest_sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+
+
 class SetAdapterRequest(Body):
     """`POST /set_lora_adapter/`: by opaque ids, never by path. The server reads
     `<sync_dir>/adapters/<run_id>/v<version>/` and checks the manifest against the digest."""
@@ -153,10 +256,10 @@ class SetAdapterRequest(Body):
 
 
 class AdapterResponse(Body):
-    """Answer of `/set_lora_adapter/` and `/clear_lora_adapter/`.
+    """Answer of `/set_lora_adapter/`, `/clear_lora_adapter/` and `/set_weights/`.
 
-    num_modules: how many modules of the model the adapter really reached. loaded_versions: those still held; a
-    directory may be deleted when its version is not among them.
+    num_modules: how many modules of the model the adapter really reached; with full weights, how many tensors were
+    replaced. loaded_versions: those still held; a directory may be deleted when its version is not among them.
     """
 
     instance_id: str
@@ -164,12 +267,3 @@ class AdapterResponse(Body):
     manifest_sha256: str | None
     num_modules: int
     loaded_versions: list[int]
-
-
-class ErrorBody(Body):
-    """Body of every 4xx and 5xx of ours. No paths, no stack traces."""
-
-    code: str
-    what: str
-    why: str = ""
-    do: str = ""

@@ -82,7 +82,7 @@ def test_the_same_process_may_start_another_run(world: World) -> None:
 
 def test_a_new_run_resets_and_a_renewal_does_so_only_when_asked(world: World) -> None:
     world.claim("first", 10)
-    world.claim("first", 10, reset=False)
+    world.claim("first", 10, action="renew")
     assert world.engine.calls == ["reset"]
     world.claim("first", 10)
     assert world.engine.calls == ["reset", "reset"]
@@ -90,9 +90,9 @@ def test_a_new_run_resets_and_a_renewal_does_so_only_when_asked(world: World) ->
 
 def test_only_the_holder_releases(world: World) -> None:
     world.claim("first", 10)
-    world.claim("second", 20, release=True)
+    world.claim("second", 20, action="release")
     assert world.session.run_id == "first"
-    world.claim("first", 10, release=True)
+    world.claim("first", 10, action="release")
     assert world.session.run_id is None
     world.claim("second", 20)
 

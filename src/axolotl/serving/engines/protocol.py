@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
-from axolotl.serving.wire import Fingerprint, Group, Sampling
+from axolotl.serving.wire import Fingerprint, Group, Sampling, WeightTransport
 
 EngineName = Literal["vllm", "transformers"]
 
@@ -42,26 +42,43 @@ class EngineRejects(ValueError):
     """A request or adapter that this engine cannot serve; the app answers 422 with this text. The engine lives on."""
 
 
+@dataclass(frozen=True)
+class EngineProgress:
+    """work: tokens processed since the start, prompts included; it never falls, and stands still only when the engine
+    does. generated: those of them that were sampled."""
+
+    work: int
+    generated: int
+
+
 class Engine(Protocol):
-    """One model, several adapter versions. Called by the app on its event loop only; methods may run concurrently."""
+    """One model, several policy versions. Called by the app on its event loop only; methods may run concurrently."""
 
     name: EngineName
     fingerprint: Fingerprint
     dtype: str
+    device: str
+    weight_transports: tuple[WeightTransport, ...]
     max_model_len: int
     vocab_size: int
     max_lora_rank: int | None
 
-    async def generate(
+    def check_sampling(self, sampling: Sampling) -> None:
+        """Raise `EngineRejects` naming the first option that `generate` would not honour."""
+        ...
+
+    def generate(
         self,
         prompts: Sequence[Sequence[int]],
         sampling: Sampling,
         seeds: Sequence[Sequence[int]],
         adapter_version: int,
-    ) -> list[Group]:
-        """Sample `sampling.n` completions of each prompt with the adapter `adapter_version` (0: base model).
+    ) -> AsyncIterator[Group]:
+        """Sample `sampling.n` completions of each prompt with the policy `adapter_version` (0: base model).
 
-        Returns one group a prompt, in order. Raises `EngineRejects` for what it does not support.
+        An async generator: one group a prompt, each as soon as it is finished, in any order (`Group.index` names the
+        prompt). Closing it before its end aborts what is left. Raises `EngineRejects` for what it does not support,
+        before the first group.
         """
         ...
 
@@ -87,8 +104,26 @@ class Engine(Protocol):
         """Forget `version`; called when no request uses it."""
         ...
 
+    async def load_weights(self, version: int, directory: Path) -> int:
+        """Replace the model's weights by those in `directory` (`*.safetensors`, the model's own tensor names) and serve
+        them as `version`; returns how many tensors were replaced. Every adapter is dropped.
+
+        The files have been verified. Names, shapes and dtypes are checked here, all of them before anything changes:
+        `EngineRejects` leaves the engine as it was. Requests in flight end first, on the weights they began with.
+        Raises `ServerError` when the reload itself fails; the engine cannot serve after that (see `died`).
+        """
+        ...
+
+    def progress(self) -> EngineProgress:
+        """Never blocks."""
+        ...
+
+    async def died(self) -> str:
+        """Returns, with the reason, once the engine can never serve again; waits for ever otherwise."""
+        ...
+
     async def reset(self) -> None:
-        """Back to the base model with empty caches: no adapter, no prefix cache."""
+        """Back to the base model with empty caches: no adapter, no pushed weights, no prefix cache."""
         ...
 
     async def close(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
@@ -21,9 +21,10 @@ from transformers.pytorch_utils import Conv1D
 from axolotl.serving.engines.attention import GROUPED_SDPA
 from axolotl.serving.engines.decoding import DEFAULT_CACHE_TOKENS, decode, score
 from axolotl.serving.engines.lora import LoraPair, read_adapter
-from axolotl.serving.engines.protocol import EngineName, EngineRejects, EngineSettings
+from axolotl.serving.engines.protocol import EngineName, EngineProgress, EngineRejects, EngineSettings
+from axolotl.serving.engines.sampling import stop_rule
 from axolotl.serving.fingerprint import fingerprint
-from axolotl.serving.wire import Fingerprint, Group, Sampling
+from axolotl.serving.wire import Fingerprint, Group, Sampling, WeightTransport
 
 T = TypeVar("T")
 
@@ -78,6 +79,7 @@ class TransformersEngine:
     """See the module. Build it with `create`."""
 
     name: EngineName = "transformers"
+    weight_transports: tuple[WeightTransport, ...] = ("files",)
 
     def __init__(
         self,
@@ -92,6 +94,7 @@ class TransformersEngine:
     ) -> None:
         self.fingerprint = model_fingerprint
         self.dtype = str(model.dtype).removeprefix("torch.")
+        self.device = str(model.device)
         self.max_model_len = max_model_len
         self.vocab_size = int(model.config.get_text_config().vocab_size)
         self.max_lora_rank = max_lora_rank
@@ -116,7 +119,7 @@ class TransformersEngine:
         sampling: Sampling,
         seeds: Sequence[Sequence[int]],
         adapter_version: int,
-    ) -> list[Group]:
+    ) -> AsyncIterator[Group]:
         cancelled = threading.Event()
 
         def work() -> list[Group]:
@@ -133,7 +136,8 @@ class TransformersEngine:
             )
 
         try:
-            return await self._run(work)
+            for group in await self._run(work):
+                yield group
         except asyncio.CancelledError:
             cancelled.set()
             raise
@@ -168,6 +172,19 @@ class TransformersEngine:
             self._adapters.pop(version, None)
 
         await self._run(work)
+
+    def check_sampling(self, sampling: Sampling) -> None:
+        stop_rule(sampling, self._eos_token_ids)
+
+    async def load_weights(self, version: int, directory: Path) -> int:
+        raise EngineRejects("full weights are not served yet")
+
+    def progress(self) -> EngineProgress:
+        return EngineProgress(0, 0)
+
+    async def died(self) -> str:
+        await asyncio.Event().wait()
+        raise AssertionError("nothing sets the event")
 
     async def reset(self) -> None:
         def work() -> None:

@@ -14,7 +14,7 @@ import asyncio
 import gc
 import itertools
 import math
-from collections.abc import Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -23,12 +23,12 @@ from axolotl.errors import ServerError
 from axolotl.serving.engines import process_tree
 from axolotl.serving.engines.adapter_shapes import base_shapes, check_shapes
 from axolotl.serving.engines.lora import read_adapter
-from axolotl.serving.engines.protocol import EngineName, EngineRejects, EngineSettings
+from axolotl.serving.engines.protocol import EngineName, EngineProgress, EngineRejects, EngineSettings
 from axolotl.serving.engines.vllm_arguments import lora_rank
 from axolotl.serving.engines.vllm_environment import prepare_environment, require_vllm
 from axolotl.serving.engines.vllm_requests import completion, engine_reason, first_line, params_maker
 from axolotl.serving.engines.vllm_start import Started, import_vllm, start
-from axolotl.serving.wire import Group, Sampling
+from axolotl.serving.wire import Group, Sampling, WeightTransport
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -51,11 +51,13 @@ class VLLMEngine:
     """`Engine` over vLLM's AsyncLLM. Make one with `await VLLMEngine.create(settings)`, end it with `close()`."""
 
     name: EngineName = "vllm"
+    weight_transports: tuple[WeightTransport, ...] = ("files",)
 
     def __init__(self, started: Started, settings: EngineSettings, starter: ThreadPoolExecutor) -> None:
         llm = started.llm
         self.fingerprint = started.fingerprint
         self.dtype = settings.dtype
+        self.device = settings.device
         self.max_model_len: int = llm.model_config.max_model_len
         self.vocab_size: int = llm.model_config.get_vocab_size()
         self.max_lora_rank = lora_rank(settings.max_lora_rank) if settings.max_lora_rank > 0 else None
@@ -90,7 +92,8 @@ class VLLMEngine:
     async def _warm_up(self) -> None:
         """One token, so that what vLLM prepares on first use is not on the clock of the first request."""
         try:
-            await self.generate([[0]], Sampling(max_tokens=1), [[0]], 0)
+            async for _ in self.generate([[0]], Sampling(max_tokens=1), [[0]], 0):
+                pass
         except BaseException:
             await self.close()
             raise
@@ -101,14 +104,15 @@ class VLLMEngine:
         sampling: Sampling,
         seeds: Sequence[Sequence[int]],
         adapter_version: int,
-    ) -> list[Group]:
+    ) -> AsyncIterator[Group]:
         adapter = self._adapter(adapter_version)
         make = params_maker(sampling)
         requests = [
             self._run(prompt, make(seed), adapter) for prompt, row in zip(prompts, seeds, strict=True) for seed in row
         ]
         completions = iter([completion(output) for output in await _gather(requests)])
-        return [Group(index=index, completions=[next(completions) for _ in row]) for index, row in enumerate(seeds)]
+        for index, row in enumerate(seeds):
+            yield Group(index=index, completions=[next(completions) for _ in row])
 
     async def score(
         self,
@@ -180,6 +184,19 @@ class VLLMEngine:
         async with self._adapter_lock:
             if self._adapters.pop(version, None) is not None:
                 await self._control(self._llm.remove_lora(version))
+
+    def check_sampling(self, sampling: Sampling) -> None:
+        params_maker(sampling)(0)
+
+    async def load_weights(self, version: int, directory: Path) -> int:
+        raise EngineRejects("full weights are not served yet")
+
+    def progress(self) -> EngineProgress:
+        return EngineProgress(0, 0)
+
+    async def died(self) -> str:
+        await asyncio.Event().wait()
+        raise AssertionError("nothing sets the event")
 
     async def reset(self) -> None:
         """Requests still running belong to whoever had the server before: they are aborted."""

@@ -16,6 +16,7 @@ from axolotl.serving.engines.lora import LoraPair, read_adapter
 from axolotl.serving.engines.protocol import EngineRejects, EngineSettings
 from axolotl.serving.engines.transformers import MergedWeights, TransformersEngine, cache_tokens
 from axolotl.serving.wire import Sampling
+from tests.support.groups import all_groups
 from tests.support.tiny_model import make_random_adapter, make_tiny_model, tiny_config
 
 IDS = torch.tensor([[5, 6, 7, 8, 9, 10]])
@@ -154,7 +155,9 @@ def test_a_bad_adapter_leaves_the_engine_as_it_was(model_dir: Path, adapters: di
 
 def test_the_end_tokens_of_the_tokenizer_end_a_completion(model_dir: Path) -> None:
     async def body(engine: TransformersEngine) -> None:
-        groups = await engine.generate([[5]], Sampling(n=64, max_tokens=60, temperature=3.0), [list(range(64))], 0)
+        groups = await all_groups(
+            engine.generate([[5]], Sampling(n=64, max_tokens=60, temperature=3.0), [list(range(64))], 0)
+        )
         stopped = [c for c in groups[0].completions if c.finish_reason == "stop"]
         assert stopped and all(c.ids[-1] == 2 for c in stopped)
 
@@ -164,7 +167,7 @@ def test_the_end_tokens_of_the_tokenizer_end_a_completion(model_dir: Path) -> No
 def test_closing_ends_a_long_request(model_dir: Path) -> None:
     async def body(engine: TransformersEngine) -> None:
         sampling = Sampling(n=2, max_tokens=10_000, extra={"ignore_eos": True})
-        running = asyncio.create_task(engine.generate([[5]], sampling, [[1, 2]], 0))
+        running = asyncio.create_task(all_groups(engine.generate([[5]], sampling, [[1, 2]], 0)))
         await asyncio.sleep(0)
         await engine.close()
         with pytest.raises((DecodingCancelled, asyncio.CancelledError)):
