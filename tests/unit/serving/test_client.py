@@ -13,6 +13,7 @@ from axolotl.errors import AxolotlError, ServerError, SyncError
 from axolotl.serving.client import ServerClient, is_loopback
 from axolotl.serving.wire import (
     INSTANCE_HEADER,
+    PROTOCOL_VERSION,
     Completion,
     ErrorBody,
     GenerateRequest,
@@ -26,7 +27,7 @@ from tests.fakes.engine import FAKE_FINGERPRINT
 
 INFO = ServerInfo(
     server="axolotl",
-    protocol=1,
+    protocol=PROTOCOL_VERSION,
     version="0",
     instance_id="a",
     engine="transformers",
