@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from axolotl.errors import InternalError, SyncError
-from axolotl.serving.manifest import FileEntry, verify_manifest, write_manifest
+from axolotl.serving.manifest import FileEntry, Kind, verify_manifest, write_manifest
 
 
 @pytest.fixture
@@ -97,3 +97,47 @@ def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(SyncError) as problem:
         verify_manifest(tmp_path / "v9", "0" * 64)
     assert problem.value.code == "E-SYN-06" and "v9" not in str(problem.value.report())
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    directory = tmp_path / "v4"
+    directory.mkdir()
+    for part in (1, 2):
+        (directory / f"model-0000{part}-of-00002.safetensors").write_bytes(b"tensors %d" % part)
+    return directory
+
+
+def test_full_weights_are_any_number_of_files(weights: Path) -> None:
+    digest = write_manifest(weights, version=4, kind="weights")
+    manifest = verify_manifest(weights, digest, kind="weights")
+    assert (manifest.version, manifest.rank, len(manifest.files)) == (4, 0, 2)
+    with pytest.raises(SyncError, match="does not match"):
+        verify_manifest(weights, digest)
+
+
+def test_an_adapter_is_not_taken_for_full_weights(adapter: Path) -> None:
+    digest = write_manifest(adapter, version=3, rank=16)
+    with pytest.raises(SyncError, match="does not match"):
+        verify_manifest(adapter, digest, kind="weights")
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors.pkl", "config.json", ".hidden.safetensors"])
+def test_full_weights_are_safetensors_only(weights: Path, name: str) -> None:
+    (weights / name).write_bytes(b"")
+    with pytest.raises(InternalError, match=name):
+        write_manifest(weights, version=4, kind="weights")
+
+
+def test_full_weights_are_not_nothing(tmp_path: Path) -> None:
+    with pytest.raises(InternalError, match="one or more"):
+        write_manifest(tmp_path, version=4, kind="weights")
+
+
+@pytest.mark.parametrize(("kind", "rank"), [("adapter", 0), ("weights", 8)])
+def test_the_rank_says_which_kind_it_is(adapter: Path, weights: Path, kind: Kind, rank: int) -> None:
+    directory = adapter if kind == "adapter" else weights
+    digest = write_manifest(directory, version=3, rank=rank, kind=kind)
+    with pytest.raises(SyncError) as problem:
+        verify_manifest(directory, digest, kind=kind)
+    assert f"has rank {rank}" in problem.value.why
