@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
+from axolotl.serving.engines.options import token_rules
 from axolotl.serving.engines.protocol import EngineName, EngineProgress, EngineRejects
-from axolotl.serving.engines.sampling import stop_rule
 from axolotl.serving.manifest import ADAPTER_FILES
 from axolotl.serving.wire import Completion, Fingerprint, Group, Sampling, WeightTransport
 
@@ -51,7 +51,7 @@ class FakeEngine:
         seeds: Sequence[Sequence[int]],
         adapter_version: int,
     ) -> AsyncIterator[Group]:
-        stop_rule(sampling, frozenset())
+        token_rules(sampling, frozenset())
         self.calls.append(f"generate v{adapter_version}")
         self.started.set()
         await self.gate.wait()
@@ -84,7 +84,7 @@ class FakeEngine:
         self.calls.append(f"unload v{version}")
 
     def check_sampling(self, sampling: Sampling) -> None:
-        stop_rule(sampling, frozenset())
+        token_rules(sampling, frozenset())
 
     async def load_weights(self, version: int, directory: Path) -> int:
         if (directory / "model.safetensors").read_bytes() == b"bad":

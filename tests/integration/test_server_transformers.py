@@ -1,4 +1,4 @@
-"""The protocol suite over the transformers engine with a tiny random model."""
+"""The protocol and option suites over the transformers engine with a tiny random model."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from axolotl.serving.engines.transformers import TransformersEngine
 from axolotl.serving.fingerprint import fingerprint
 from tests.support.adapters import publish_random
 from tests.support.live_server import live_server
+from tests.support.option_suite import OptionSuite
 from tests.support.protocol_suite import ProtocolSuite, Subject
 from tests.support.tiny_model import make_tiny_model
 
@@ -45,4 +46,8 @@ def subject(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
 
 
 class TestTransformersEngine(ProtocolSuite):
+    pass
+
+
+class TestTransformersOptions(OptionSuite):
     pass

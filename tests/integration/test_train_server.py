@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from axolotl.cli.main import main
 from axolotl.serving.client import ServerClient
-from axolotl.serving.engines.decoding import score
+from axolotl.serving.engines.scoring import score
 from tests.support.cli import Running, free_port, run, running
 from tests.support.project import make_project, metrics
 from tests.support.tiny_model import make_tiny_model

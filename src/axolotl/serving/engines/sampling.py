@@ -1,64 +1,19 @@
 """From logits to the drawn token: pure tensor functions, one row a completion.
 
-The order is that of transformers' own processors: repetition penalty, minimum length, temperature, top-k, top-p,
-min-p. The log-prob of a token is that of the distribution it was drawn from, so after a filter it is normalised over
-the tokens the filter kept.
+The order is vLLM's: biases and forbidden tokens, penalties, temperature (`adjust`), then min-p, top-k, top-p, each on
+what the one before it left (`truncate`). The log-prob of a token is that of the distribution it was drawn from, so
+after a filter it is normalised over the tokens the filter kept; the mass of those tokens goes with it.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 
 from axolotl.errors import NumericError
-from axolotl.serving.engines.protocol import EngineRejects
+from axolotl.serving.engines.history import TokenHistory
+from axolotl.serving.engines.options import NEGATIVE_INFINITY, TokenRules
 from axolotl.serving.wire import Sampling
-
-NEGATIVE_INFINITY = float("-inf")
-
-
-@dataclass(frozen=True)
-class StopRule:
-    """When a completion ends. `forbidden_early`: tokens that cannot be drawn before `min_tokens` others were."""
-
-    stop_ids: frozenset[int]
-    min_tokens: int
-    forbidden_early: tuple[int, ...]
-
-
-def stop_rule(sampling: Sampling, eos_token_ids: frozenset[int]) -> StopRule:
-    """The stop rule of a request.
-
-    `sampling.extra` may hold `stop_token_ids` (list of ints), `ignore_eos` (bool) and `min_tokens` (int). Everything
-    else, and `structured_regex`, raises `EngineRejects` with the name of the option.
-    """
-    if sampling.structured_regex is not None:
-        raise EngineRejects("vllm_guided_decoding_regex: the transformers engine cannot constrain the output")
-    extra = dict(sampling.extra)
-    stop_token_ids = _ints("stop_token_ids", extra.pop("stop_token_ids", None) or [])
-    ignore_eos = extra.pop("ignore_eos", False)
-    if not isinstance(ignore_eos, bool):
-        raise EngineRejects(f"generation_kwargs.ignore_eos must be true or false, not {ignore_eos!r}")
-    (min_tokens,) = _ints("min_tokens", [extra.pop("min_tokens", 0)])
-    if extra:
-        names = ", ".join(sorted(extra))
-        raise EngineRejects(
-            f"generation_kwargs: the transformers engine does not support {names}; "
-            "it supports stop_token_ids, ignore_eos and min_tokens"
-        )
-    if not 0 <= min_tokens <= sampling.max_tokens:
-        raise EngineRejects(f"generation_kwargs.min_tokens {min_tokens} is not between 0 and {sampling.max_tokens}")
-    stop_ids = frozenset(stop_token_ids) | (frozenset() if ignore_eos else eos_token_ids)
-    return StopRule(stop_ids, min_tokens, tuple(sorted(stop_ids | eos_token_ids)) if min_tokens else ())
-
-
-def _ints(name: str, values: Any) -> list[int]:
-    if not isinstance(values, list) or not all(type(value) is int and value >= 0 for value in values):
-        raise EngineRejects(f"generation_kwargs.{name} needs whole numbers, not {values!r}")
-    return values
 
 
 class UniformStream:
@@ -99,37 +54,59 @@ def keep_min_p(logits: torch.Tensor, min_p: float) -> torch.Tensor:
     return logits.masked_fill(probabilities < min_p * probabilities.amax(dim=-1, keepdim=True), NEGATIVE_INFINITY)
 
 
-def process(
-    logits: torch.Tensor, sampling: Sampling, *, seen: torch.Tensor | None, forbidden: tuple[int, ...]
+def adjust(
+    logits: torch.Tensor,
+    sampling: Sampling,
+    rules: TokenRules,
+    history: TokenHistory,
+    *,
+    bias: torch.Tensor | None = None,
+    forbidden: tuple[int, ...] = (),
 ) -> torch.Tensor:
-    """Logits of the distribution that tokens are drawn from, float32.
+    """Logits of the whole distribution, before any filter, float32.
 
-    At temperature 0 the most likely token is taken, filters mean nothing, and the distribution is that at
-    temperature 1.
+    At temperature 0 the most likely token is taken, and the distribution is that at temperature 1.
 
     Args:
-        logits: `[rows, vocab]`.
-        seen: `[rows, vocab]`, true for the tokens of prompt and completion so far; needed for a repetition penalty.
+        logits: `[rows, vocab]`, left as they are.
+        history: the tokens of each row so far, with what the penalties of this request need.
+        bias: `[vocab]`, see `TokenRules.bias`.
         forbidden: token ids that cannot be drawn at this position.
     """
     logits = logits.float()
-    if sampling.repetition_penalty != 1.0:
-        assert seen is not None
-        logits = penalise_repetition(logits, seen, sampling.repetition_penalty)
+    if bias is not None:
+        logits = logits + bias
     if forbidden:
         logits = logits.clone()
         logits[:, list(forbidden)] = NEGATIVE_INFINITY
-    if sampling.temperature == 0.0:
-        return logits
-    if sampling.temperature != 1.0:
+    if sampling.repetition_penalty != 1.0:
+        assert history.seen is not None
+        logits = penalise_repetition(logits, history.seen, sampling.repetition_penalty)
+    if rules.frequency_penalty or rules.presence_penalty:
+        assert history.counts is not None
+        logits = logits - rules.frequency_penalty * history.counts - rules.presence_penalty * (history.counts > 0)
+    if sampling.temperature not in (0.0, 1.0):
         logits = logits / sampling.temperature
-    if sampling.top_k:
-        logits = keep_top_k(logits, sampling.top_k)
-    if sampling.top_p < 1.0:
-        logits = keep_top_p(logits, sampling.top_p)
-    if sampling.min_p > 0.0:
-        logits = keep_min_p(logits, sampling.min_p)
     return logits
+
+
+def truncate(logits: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Apply top_k, top_p and min_p to `[rows, vocab]` logits.
+
+    Returns:
+        The logits, minus infinity where they were cut, and `[rows]` the log of the probability that was kept (0 or
+        less); None when no filter is on, as at temperature 0, where filters mean nothing.
+    """
+    if sampling.temperature == 0.0 or not (sampling.top_k or sampling.top_p < 1.0 or sampling.min_p > 0.0):
+        return logits, None
+    kept = logits
+    if sampling.min_p > 0.0:
+        kept = keep_min_p(kept, sampling.min_p)
+    if sampling.top_k:
+        kept = keep_top_k(kept, sampling.top_k)
+    if sampling.top_p < 1.0:
+        kept = keep_top_p(kept, sampling.top_p)
+    return kept, (kept.logsumexp(dim=-1) - logits.logsumexp(dim=-1)).clamp(max=0.0)
 
 
 def draw(logits: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -19,10 +19,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from axolotl.serving.engines.attention import GROUPED_SDPA
-from axolotl.serving.engines.decoding import DEFAULT_CACHE_TOKENS, decode, score
+from axolotl.serving.engines.decoding import DEFAULT_CACHE_TOKENS, decode
 from axolotl.serving.engines.lora import LoraPair, read_adapter
+from axolotl.serving.engines.options import token_rules
 from axolotl.serving.engines.protocol import EngineName, EngineProgress, EngineRejects, EngineSettings
-from axolotl.serving.engines.sampling import stop_rule
+from axolotl.serving.engines.scoring import score
 from axolotl.serving.fingerprint import fingerprint
 from axolotl.serving.wire import Fingerprint, Group, Sampling, WeightTransport
 
@@ -174,7 +175,7 @@ class TransformersEngine:
         await self._run(work)
 
     def check_sampling(self, sampling: Sampling) -> None:
-        stop_rule(sampling, self._eos_token_ids)
+        token_rules(sampling, self._eos_token_ids, self.vocab_size)
 
     async def load_weights(self, version: int, directory: Path) -> int:
         raise EngineRejects("full weights are not served yet")

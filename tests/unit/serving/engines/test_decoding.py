@@ -9,7 +9,9 @@ import torch
 from transformers import LlamaForCausalLM
 
 from axolotl.serving.engines.attention import GROUPED_SDPA
-from axolotl.serving.engines.decoding import DecodingCancelled, decode, score
+from axolotl.serving.engines.decoding import decode
+from axolotl.serving.engines.inference import DecodingCancelled
+from axolotl.serving.engines.scoring import score
 from axolotl.serving.wire import Group, Sampling
 from tests.support.tiny_model import VOCAB_SIZE, tiny_config
 

@@ -11,7 +11,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, PreTrainedModel
 
-from axolotl.serving.engines.decoding import DecodingCancelled
+from axolotl.serving.engines.inference import DecodingCancelled
 from axolotl.serving.engines.lora import LoraPair, read_adapter
 from axolotl.serving.engines.protocol import EngineRejects, EngineSettings
 from axolotl.serving.engines.transformers import MergedWeights, TransformersEngine, cache_tokens

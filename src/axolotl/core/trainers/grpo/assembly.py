@@ -26,7 +26,7 @@ from axolotl.data.prompts import PromptData
 from axolotl.loaders.model import load_model, lora_config
 from axolotl.loaders.precision import Precision
 from axolotl.loaders.refusals import refused_by_libraries
-from axolotl.serving.engines.sampling import stop_rule
+from axolotl.serving.engines.options import token_rules
 from axolotl.serving.link import ServerLink
 from axolotl.utils.schemas.config import AxolotlConfig
 from axolotl.utils.schemas.plan import batch_plan
@@ -74,7 +74,7 @@ def _trl_trainer(parts: Parts, sampler: GroupSampler) -> AxolotlGRPOTrainer:
         args = _arguments(parts, sampler)
         if parts.server is None:
             # The server says so itself; in process nobody would before the first step.
-            stop_rule(sampling(config), frozenset())
+            token_rules(sampling(config), frozenset())
     model = load_model(config, parts.tokenizer, parts.precision, parts.device)
     with refused_by_libraries():
         trainer = AxolotlGRPOTrainer(

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from axolotl.core.trainers.grpo.protocols import WeightSync
 from axolotl.core.trainers.grpo.types import Completion, CompletionGroup, PromptRow
 from axolotl.serving.engines.decoding import decode
+from axolotl.serving.logprobs import policy_logprobs
 from axolotl.serving.wire import Sampling
 
 IN_PROCESS = "in-process"
@@ -75,7 +76,7 @@ class TransformersBackend:
                 tuple(
                     Completion(
                         ids=tuple(item.ids),
-                        logprobs=tuple(float("nan") if value is None else value for value in item.logprobs),
+                        logprobs=policy_logprobs(item),
                         is_truncated=item.finish_reason == "length",
                         adapter_version=self._sync.version,
                         instance_id=IN_PROCESS,
