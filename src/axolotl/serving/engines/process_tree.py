@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import os
+import sys
+from collections.abc import Iterable
 
 import psutil
 
@@ -22,6 +26,42 @@ def _is_resource_tracker(process: psutil.Process) -> bool:
         return any(RESOURCE_TRACKER in argument for argument in process.cmdline())
     except psutil.Error:
         return False
+
+
+def name(process: psutil.Process) -> str:
+    """Its name as long as it lives."""
+    try:
+        return process.name()
+    except psutil.Error:
+        return "a process"
+
+
+async def first_exit(processes: Iterable[psutil.Process]) -> psutil.Process:
+    """The first of `processes` to end; one that ended before counts. The kernel tells, nothing polls.
+
+    Waits for ever where the kernel cannot tell (anything but Linux), and when `processes` is empty.
+    """
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[psutil.Process] = loop.create_future()
+
+    def end(process: psutil.Process) -> None:
+        if not ended.done():
+            ended.set_result(process)
+
+    with contextlib.ExitStack() as watches:
+        if sys.platform == "linux":
+            for process in processes:
+                try:
+                    descriptor = os.pidfd_open(process.pid)
+                except ProcessLookupError:
+                    return process
+                watches.callback(os.close, descriptor)
+                loop.add_reader(descriptor, end, process)
+                watches.callback(loop.remove_reader, descriptor)
+                if not process.is_running():
+                    # The pid is another process's by now: that one is being watched.
+                    return process
+        return await ended
 
 
 def stop(processes: set[psutil.Process], *, grace_s: float = 5.0) -> None:

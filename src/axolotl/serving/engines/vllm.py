@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import itertools
-import math
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,24 +22,23 @@ from axolotl.serving.engines import process_tree
 from axolotl.serving.engines.adapter_shapes import base_shapes, check_shapes
 from axolotl.serving.engines.lora import read_adapter
 from axolotl.serving.engines.protocol import EngineName, EngineProgress, EngineRejects, EngineSettings
+from axolotl.serving.engines.traffic import Traffic
 from axolotl.serving.engines.vllm_arguments import lora_rank
+from axolotl.serving.engines.vllm_calls import Calls
 from axolotl.serving.engines.vllm_environment import prepare_environment, require_vllm
-from axolotl.serving.engines.vllm_requests import completion, engine_reason, first_line, params_maker
+from axolotl.serving.engines.vllm_requests import completion, params_maker
 from axolotl.serving.engines.vllm_start import Started, import_vllm, start
+from axolotl.serving.engines.weight_files import check_weights
 from axolotl.serving.wire import Group, Sampling, WeightTransport
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
-    from vllm.outputs import RequestOutput
     from vllm.sampling_params import SamplingParams
 
 T = TypeVar("T")
 
-#: How often a control call looks whether the engine still lives; vLLM never answers a call whose engine died.
-ALIVE_CHECK_S = 0.5
-
-#: Longest a control call (an adapter, a cache reset) may take.
-CONTROL_TIMEOUT_S = 120.0
+#: Longest that replacing the weights of the largest model may take.
+RELOAD_TIMEOUT_S = 900.0
 
 #: What the engine gets to end by itself. It has nothing to save, and its worker often does not notice.
 SHUTDOWN_S = 1.0
@@ -64,12 +61,15 @@ class VLLMEngine:
         self.processes = started.processes
         self._max_loras = settings.max_loras
         self._llm = llm
+        self._counter = started.counter
         self._starter = starter
+        self._model_directory = started.model_directory
         self._base_shapes = base_shapes(started.model_directory)
+        self._calls = Calls(llm)
+        self._traffic = Traffic()
+        self._change_lock = asyncio.Lock()
         self._adapters: dict[int, LoRARequest] = {}
-        self._adapter_lock = asyncio.Lock()
-        self._request_ids = itertools.count()
-        self._running: set[str] = set()
+        self._weights_version = 0
         self._closed = False
 
     @classmethod
@@ -105,14 +105,26 @@ class VLLMEngine:
         seeds: Sequence[Sequence[int]],
         adapter_version: int,
     ) -> AsyncIterator[Group]:
-        adapter = self._adapter(adapter_version)
         make = params_maker(sampling)
-        requests = [
-            self._run(prompt, make(seed), adapter) for prompt, row in zip(prompts, seeds, strict=True) for seed in row
+        rows = [[make(seed) for seed in row] for row in seeds]
+        await self._traffic.open()
+        adapter = self._adapter(adapter_version)
+        era = self._calls.era
+        tasks = [
+            self._traffic.start(self._group(index, prompt, row, adapter, era))
+            for index, (prompt, row) in enumerate(zip(prompts, rows, strict=True))
         ]
-        completions = iter([completion(output) for output in await _gather(requests)])
-        for index, row in enumerate(seeds):
-            yield Group(index=index, completions=[next(completions) for _ in row])
+        try:
+            for finished in asyncio.as_completed(tasks):
+                yield await finished
+        finally:
+            await _cancel(tasks)
+
+    async def _group(
+        self, index: int, prompt: Sequence[int], row: Sequence[SamplingParams], adapter: LoRARequest | None, era: int
+    ) -> Group:
+        outputs = await _gather([self._calls.request(prompt, params, adapter, era) for params in row])
+        return Group(index=index, completions=[completion(output) for output in outputs])
 
     async def score(
         self,
@@ -127,53 +139,61 @@ class VLLMEngine:
         vLLM's prompt log-probs would take one request a row, but they know no temperature, and with adapters enabled
         they end the engine as soon as two requests meet in one step.
         """
-        adapter = self._adapter(adapter_version)
         make = params_maker(Sampling(max_tokens=1, temperature=temperature))
+        make(0)
+        await self._traffic.open()
+        adapter = self._adapter(adapter_version)
+        era = self._calls.era
 
         async def one(prefix: list[int], token: int) -> float:
             params = make(0)
             params.logprobs, params.logprob_token_ids = None, [token]
-            flat: Any = (await self._run(prefix, params, adapter)).outputs[0].logprobs
+            flat: Any = (await self._calls.request(prefix, params, adapter, era)).outputs[0].logprobs
             return float(flat.logprobs[flat.token_ids.index(token)])
 
-        scores = iter(
-            await _gather(
-                [
-                    one([*prompt, *row[:position]], token)
-                    for prompt, row in zip(prompts, tokens, strict=True)
-                    for position, token in enumerate(row)
-                ]
-            )
-        )
-        return [[next(scores) for _ in row] for row in tokens]
+        async def all_tokens() -> list[list[float]]:
+            rows = zip(prompts, tokens, strict=True)
+            prefixes = [([*prompt, *row[:at]], token) for prompt, row in rows for at, token in enumerate(row)]
+            scores = iter(await _gather([one(prefix, token) for prefix, token in prefixes]))
+            return [[next(scores) for _ in row] for row in tokens]
+
+        task = self._traffic.start(all_tokens())
+        try:
+            return await task
+        finally:
+            await _cancel([task])
 
     async def load_adapter(self, version: int, directory: Path) -> int:
         from vllm.lora.request import LoRARequest
 
         if self.max_lora_rank is None:
             raise EngineRejects("this server was started without an adapter in its config, so it can load none")
-        modules = await asyncio.to_thread(read_adapter, directory, max_rank=self.max_lora_rank)
-        check_shapes(modules, self._base_shapes)
-        async with self._adapter_lock:
+        async with self._change_lock:
+            if self._weights_version:
+                raise EngineRejects(f"full weights (version {self._weights_version}) are served, not the base model")
             if version in self._adapters:
                 raise EngineRejects(f"adapter version {version} is already loaded; every version is loaded once")
             if len(self._adapters) >= self._max_loras:
                 held = sorted(self._adapters)
                 raise EngineRejects(f"no free adapter slot: versions {held} are loaded, unload one first")
+            modules = await asyncio.to_thread(read_adapter, directory, max_rank=self.max_lora_rank)
+            check_shapes(modules, self._base_shapes)
             request = LoRARequest(f"policy-v{version}", version, str(directory))
             try:
-                await self._control(self._llm.add_lora(request))
+                await self._calls.control(self._llm.add_lora(request))
                 await self._check_reached(version)
             except EngineRejects as error:
-                await self._control(self._llm.remove_lora(version))
+                await self._calls.control(self._llm.remove_lora(version))
                 # The text travels to the client, who is told no paths of this machine.
                 raise EngineRejects(str(error).replace(str(directory), "the adapter")) from error
             self._adapters[version] = request
-        return len(modules)
+            return len(modules)
 
     async def _check_reached(self, version: int) -> None:
         """Ask every worker for modules of the adapter that found no layer; vLLM serves such an adapter silently."""
-        for unreached in await self._control(self._llm.collective_rpc("axolotl_unreached_modules", args=(version,))):
+        for unreached in await self._calls.control(
+            self._llm.collective_rpc("axolotl_unreached_modules", args=(version,))
+        ):
             if unreached is None:
                 raise EngineRejects(f"adapter version {version} was not kept by the engine")
             if unreached:
@@ -181,29 +201,52 @@ class VLLMEngine:
                 raise EngineRejects(f"{len(unreached)} modules of the adapter are not in the model: {shown}")
 
     async def unload_adapter(self, version: int) -> None:
-        async with self._adapter_lock:
-            if self._adapters.pop(version, None) is not None:
-                await self._control(self._llm.remove_lora(version))
+        async with self._change_lock:
+            await self._unload(version)
+
+    async def _unload(self, version: int) -> None:
+        if self._adapters.pop(version, None) is not None:
+            await self._calls.control(self._llm.remove_lora(version))
 
     def check_sampling(self, sampling: Sampling) -> None:
-        params_maker(sampling)(0)
+        self._calls.check(params_maker(sampling)(0))
 
     async def load_weights(self, version: int, directory: Path) -> int:
-        raise EngineRejects("full weights are not served yet")
+        config: Any = self._llm.model_config.hf_text_config
+        num_tensors = await asyncio.to_thread(
+            check_weights, directory, self._base_shapes, is_tied=bool(config.tie_word_embeddings)
+        )
+        async with self._change_lock, self._traffic.stopped():
+            await self._replace_weights(directory)
+            self._weights_version = version
+        return num_tensors
 
-    def progress(self) -> EngineProgress:
-        return EngineProgress(0, 0)
-
-    async def died(self) -> str:
-        await asyncio.Event().wait()
-        raise AssertionError("nothing sets the event")
-
-    async def reset(self) -> None:
-        """Requests still running belong to whoever had the server before: they are aborted."""
-        await self._abort_running()
+    async def _replace_weights(self, directory: Path) -> None:
+        """The traffic is stopped. vLLM overwrites the weights in place: after a failure they are nobody's."""
         for version in sorted(self._adapters):
-            await self.unload_adapter(version)
-        if not await self._control(self._llm.reset_prefix_cache()):
+            await self._unload(version)
+        calls, llm = self._calls, self._llm
+        try:
+            await calls.control(llm.pause_generation(mode="wait"))
+            reload = llm.collective_rpc("reload_weights", kwargs={"weights_path": str(directory)})
+            await calls.control(reload, timeout_s=RELOAD_TIMEOUT_S)
+            await self._clear_caches()
+            await calls.control(llm.resume_generation())
+        except BaseException as error:
+            reason = str(error).replace(str(directory), "the directory") or type(error).__name__
+            fault = ServerError(
+                "vLLM failed to replace its weights",
+                code="E-SRV-23",
+                why=reason.splitlines()[0],
+                do="restart the server",
+            )
+            calls.fail(fault)
+            if not isinstance(error, Exception):
+                raise
+            raise fault from error
+
+    async def _clear_caches(self) -> None:
+        if not await self._calls.control(self._llm.reset_prefix_cache()):
             raise ServerError(
                 "the prefix cache could not be cleared",
                 code="E-SRV-22",
@@ -211,12 +254,35 @@ class VLLMEngine:
                 do="restart the server",
             )
 
+    def progress(self) -> EngineProgress:
+        counter = self._counter
+        return EngineProgress(work=counter.prompt + counter.generated, generated=counter.generated)
+
+    async def died(self) -> str:
+        reason = await self._calls.died(self.processes)
+        if self._closed:
+            await asyncio.Event().wait()  # it did not die, it was closed
+        return reason
+
+    async def reset(self) -> None:
+        """Requests still running belong to whoever had the server before: they are aborted."""
+        await self._calls.abort_all()
+        async with self._change_lock:
+            if self._weights_version:
+                async with self._traffic.stopped():
+                    await self._replace_weights(self._model_directory)
+                    self._weights_version = 0
+                return
+            for version in sorted(self._adapters):
+                await self._unload(version)
+            await self._clear_caches()
+
     async def close(self) -> None:
         """Shut the engine down and make sure that none of the processes it started is left."""
         if self._closed:
             return
         self._closed = True
-        await self._abort_running()
+        await self._calls.abort_all()
         if self._llm.output_handler is not None:
             # It would take the engine's end for a failure and log it as one.
             self._llm.output_handler.cancel()
@@ -227,64 +293,15 @@ class VLLMEngine:
         gc.collect()  # its client sits in reference cycles and complains when it is collected at the interpreter's end
         self._starter.shutdown(wait=False)
 
-    async def _abort_running(self) -> None:
-        if self._running:
-            await self._llm.abort(list(self._running))
-
     def _adapter(self, version: int) -> LoRARequest | None:
-        if version == 0:
+        """None for the model's own weights, be they the base model's or pushed ones."""
+        if version == self._weights_version:
             return None
         if version not in self._adapters:
-            raise EngineRejects(f"adapter version {version} is not loaded; loaded: {sorted(self._adapters)}")
+            raise EngineRejects(
+                f"version {version} is not loaded; loaded: {[self._weights_version, *sorted(self._adapters)]}"
+            )
         return self._adapters[version]
-
-    async def _run(self, prompt: Sequence[int], params: SamplingParams, adapter: LoRARequest | None) -> RequestOutput:
-        """One request to its end. Cancelling the task aborts it in the engine."""
-        from vllm.exceptions import VLLMClientError
-        from vllm.inputs import tokens_input
-        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
-
-        request_id = f"r{next(self._request_ids)}"
-        self._running.add(request_id)
-        try:
-            outputs = self._llm.generate(tokens_input(list(prompt)), params, request_id, lora_request=adapter)
-            final = [output async for output in outputs][-1]
-        except VLLMClientError as error:
-            raise EngineRejects(first_line(error)) from error
-        except EngineDeadError as error:
-            raise _dead() from error
-        except EngineGenerateError as error:
-            if isinstance(error.__cause__, (ValueError, TypeError)):
-                raise EngineRejects(first_line(error.__cause__)) from error
-            raise ServerError("vLLM failed to generate", code="E-SRV-21", why=repr(error.__cause__)) from error
-        finally:
-            self._running.discard(request_id)
-        if final.outputs[0].finish_reason == "abort":
-            raise ServerError("vLLM gave up a request", code="E-SRV-21", why="the engine aborted it")
-        return final
-
-    async def _control(self, call: Coroutine[Any, Any, T]) -> T:
-        """Await a control call of the engine with a deadline, and notice when the engine dies under it."""
-        from vllm.v1.engine.exceptions import EngineDeadError
-
-        task = asyncio.ensure_future(call)
-        try:
-            for _ in range(math.ceil(CONTROL_TIMEOUT_S / ALIVE_CHECK_S)):
-                done, _pending = await asyncio.wait({task}, timeout=ALIVE_CHECK_S)
-                if done:
-                    return task.result()
-                if self._llm.errored or self._llm.engine_core.resources.engine_dead:
-                    raise _dead()
-        except EngineDeadError as error:
-            raise _dead() from error
-        except (ServerError, EngineRejects, asyncio.CancelledError):
-            raise
-        except Exception as error:
-            # vLLM hands back what its engine raised as the text of a plain Exception; the engine goes on.
-            raise EngineRejects(engine_reason(error)) from error
-        finally:
-            task.cancel()
-        raise ServerError(f"vLLM did not answer within {CONTROL_TIMEOUT_S:.0f} s", code="E-SRV-05")
 
 
 async def _gather(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
@@ -292,17 +309,12 @@ async def _gather(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         return list(await asyncio.gather(*tasks))
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
+    finally:
+        await _cancel(tasks)
 
 
-def _dead() -> ServerError:
-    return ServerError(
-        "the vLLM engine process died",
-        code="E-SRV-20",
-        why="its log has the reason (out of memory and a kernel that fails are the usual ones)",
-        do="restart the server",
-    )
+async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    """Cancel what has not ended and wait for all of it."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -54,7 +54,8 @@ def engine_arguments(settings: EngineSettings, model_directory: str) -> dict[str
         "enforce_eager": settings.enforce_eager,
         "trust_remote_code": settings.trust_remote_code,
         "logprobs_mode": "processed_logprobs",
-        "disable_log_stats": True,
+        # The statistics feed the token counter and the Prometheus metrics; nothing of ours makes vLLM log them.
+        "disable_log_stats": False,
     }
     if settings.reasoning_parser is not None:
         arguments["reasoning_parser"] = settings.reasoning_parser

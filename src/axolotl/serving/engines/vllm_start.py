@@ -19,12 +19,16 @@ if TYPE_CHECKING:
     import psutil
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    from axolotl.serving.engines.vllm_stats import TokenCounter
+
 
 @dataclass(frozen=True)
 class Started:
-    """processes: those that the engine started, to be gone when it is closed."""
+    """processes: those that the engine started, to be gone when it is closed. counter: tokens
+    computed so far."""
 
     llm: AsyncLLM
+    counter: TokenCounter
     model_directory: Path
     fingerprint: Fingerprint
     processes: frozenset[psutil.Process]
@@ -47,6 +51,8 @@ def start(settings: EngineSettings) -> Started:
     from vllm.platforms import current_platform
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    from axolotl.serving.engines.vllm_stats import TokenCounter, counting
+
     wanted = settings.device.partition(":")[0]
     if wanted != current_platform.device_type:
         raise EnvironmentFault(
@@ -55,8 +61,11 @@ def start(settings: EngineSettings) -> Started:
             do="install the vLLM build for this device, or set vllm.device or vllm.engine: transformers",
         )
     before = process_tree.children()
+    counter = TokenCounter()
     try:
-        llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(settings, directory)))
+        llm = AsyncLLM.from_engine_args(
+            AsyncEngineArgs(**engine_arguments(settings, directory)), stat_loggers=[counting(counter)]
+        )
     except Exception as error:
         process_tree.stop(process_tree.children() - before)
         raise EnvironmentFault(
@@ -65,4 +74,4 @@ def start(settings: EngineSettings) -> Started:
             why=first_line(error),
             do="the engine's own log above has the details; vllm.engine: transformers is the way round it",
         ) from error
-    return Started(llm, Path(directory), identity, frozenset(process_tree.children() - before))
+    return Started(llm, counter, Path(directory), identity, frozenset(process_tree.children() - before))

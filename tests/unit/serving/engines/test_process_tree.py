@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
+from collections.abc import Iterator
 from multiprocessing import resource_tracker
 
 import psutil
+import pytest
 
 from axolotl.serving.engines import process_tree
 
@@ -53,3 +56,58 @@ def test_stopping_what_is_gone_is_no_error() -> None:
     end(process)
     process_tree.stop({handle}, grace_s=0.1)
     process_tree.stop(set(), grace_s=0.1)
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[subprocess.Popen[str], subprocess.Popen[str]]]:
+    processes = start(POLITE), start(POLITE)
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            end(process)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="process descriptors are Linux's")
+def test_the_end_of_a_process_is_noticed(pair: tuple[subprocess.Popen[str], subprocess.Popen[str]]) -> None:
+    handles = [psutil.Process(process.pid) for process in pair]
+
+    async def watch() -> psutil.Process:
+        watching = asyncio.ensure_future(process_tree.first_exit(handles))
+        await asyncio.wait({watching}, timeout=0)
+        pair[1].kill()
+        return await asyncio.wait_for(watching, 10)
+
+    assert asyncio.run(watch()) == handles[1]
+    assert process_tree.name(handles[0]) != "a process"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="process descriptors are Linux's")
+def test_a_process_that_ended_before_counts_reaped_or_not(
+    pair: tuple[subprocess.Popen[str], subprocess.Popen[str]],
+) -> None:
+    handle = psutil.Process(pair[0].pid)
+    pair[0].kill()
+
+    async def watch() -> psutil.Process:
+        return await asyncio.wait_for(process_tree.first_exit([handle]), 10)
+
+    assert asyncio.run(watch()) == handle
+    pair[0].wait()
+    assert asyncio.run(watch()) == handle
+    assert process_tree.name(handle) == "a process"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="process descriptors are Linux's")
+def test_watching_leaves_no_descriptor_open(pair: tuple[subprocess.Popen[str], subprocess.Popen[str]]) -> None:
+    async def watch() -> tuple[int, int]:
+        own = psutil.Process()
+        before = own.num_fds()
+        watching = asyncio.ensure_future(process_tree.first_exit([psutil.Process(process.pid) for process in pair]))
+        await asyncio.wait({watching}, timeout=0)
+        watching.cancel()
+        await asyncio.wait({watching})
+        return before, own.num_fds()
+
+    before, after = asyncio.run(watch())
+    assert before == after
