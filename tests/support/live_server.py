@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
-import uvicorn
 
 from axolotl.serving.app import ServerState, build_app
 from axolotl.serving.client import ServerClient
 from axolotl.serving.engines.protocol import Engine
+from axolotl.serving.http_server import http_server
 from axolotl.serving.server_file import ServerFile, write_server_file
 
 TOKEN = "test-token"
@@ -51,7 +51,7 @@ def live_server(
     state = ServerState(instance_id=instance_id, token=TOKEN, sync_dir=sync_dir, max_held=max_held)
     listener = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    server = uvicorn.Server(uvicorn.Config(build_app(state), log_level="warning", lifespan="off"))
+    server = http_server(build_app(state))
     answered = threading.Event()
     problems: list[BaseException] = []
 

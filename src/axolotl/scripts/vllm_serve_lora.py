@@ -20,12 +20,12 @@ from pathlib import Path
 from types import FrameType
 
 import psutil
-import uvicorn
 
 from axolotl.errors import AxolotlError, EnvironmentFault
 from axolotl.scripts.serve_settings import choose_engine, engine_settings, max_adapters, without_effect
 from axolotl.serving.app import ServerState, build_app
 from axolotl.serving.engines.protocol import Engine, EngineName, EngineSettings
+from axolotl.serving.http_server import http_server
 from axolotl.serving.ports import bind
 from axolotl.serving.server_file import ServerFile, new_token, read_server_file, remove_server_file, write_server_file
 from axolotl.utils.schemas.config import AxolotlConfig
@@ -35,7 +35,6 @@ from axolotl.utils.schemas.plan import sync_dir
 FAILED_LINGER_S = 5.0
 GRACEFUL_SHUTDOWN_S = 10
 LOAD_STOP_S = 10.0
-MAX_CONNECTIONS = 64
 
 
 def main(config: AxolotlConfig, base_dir: Path) -> None:
@@ -118,18 +117,7 @@ class _Server:
     problem: AxolotlError | None = None
 
     def __post_init__(self) -> None:
-        self._http = uvicorn.Server(
-            uvicorn.Config(
-                build_app(self.state),
-                access_log=False,
-                limit_concurrency=MAX_CONNECTIONS,
-                lifespan="off",
-                log_level="warning",
-                timeout_graceful_shutdown=GRACEFUL_SHUTDOWN_S,
-                timeout_keep_alive=75,
-                ws="none",
-            )
-        )
+        self._http = http_server(build_app(self.state), graceful_shutdown_s=GRACEFUL_SHUTDOWN_S)
 
     def stop(self) -> None:
         """Stop serving, or not begin it."""

@@ -7,6 +7,7 @@ from axolotl.serving.wire import GenerateRequest
 
 MAX_PROMPTS = 1_024
 MAX_N = 256
+MAX_TOKENS = 4_000_000
 MAX_SEED = 2**63 - 1
 
 
@@ -24,6 +25,7 @@ def check_generate(request: GenerateRequest, *, max_model_len: int, vocab_size: 
         _check_ids(f"prompts[{index}]", prompt, vocab_size)
     if request.score_ids is None:
         _check_lengths(request, max_model_len)
+        _check_total(request)
         _check_seeds(request)
     else:
         _check_score_ids(request, request.score_ids, max_model_len, vocab_size)
@@ -38,7 +40,7 @@ def _check_ids(name: str, ids: list[int], vocab_size: int) -> None:
         raise invalid(f"{name}: empty")
     for position, token in enumerate(ids):
         if not 0 <= token < vocab_size:
-            raise invalid(f"{name}[{position}]: token id {token} is not in the vocabulary of {vocab_size}")
+            raise invalid(f"{name}[{position}]: token id {_shown(token)} is not in the vocabulary of {vocab_size}")
 
 
 def _check_lengths(request: GenerateRequest, max_model_len: int) -> None:
@@ -51,6 +53,16 @@ def _check_lengths(request: GenerateRequest, max_model_len: int) -> None:
             )
 
 
+def _check_total(request: GenerateRequest) -> None:
+    sampling = request.sampling
+    total = len(request.prompts) * sampling.n * sampling.max_tokens
+    if total > MAX_TOKENS:
+        raise invalid(
+            f"prompts x n x max_tokens: {total} tokens, at most {MAX_TOKENS} in a request",
+            do="lower trl.max_completion_length or gradient_accumulation_steps",
+        )
+
+
 def _check_seeds(request: GenerateRequest) -> None:
     if request.seeds is None:
         return
@@ -61,7 +73,7 @@ def _check_seeds(request: GenerateRequest) -> None:
             raise invalid(f"seeds[{index}]: {len(seeds)} seeds for n = {request.sampling.n}")
         for position, seed in enumerate(seeds):
             if not 0 <= seed <= MAX_SEED:
-                raise invalid(f"seeds[{index}][{position}]: {seed} is not between 0 and {MAX_SEED}")
+                raise invalid(f"seeds[{index}][{position}]: {_shown(seed)} is not between 0 and {MAX_SEED}")
 
 
 def _check_score_ids(request: GenerateRequest, score_ids: list[list[int]], max_model_len: int, vocab_size: int) -> None:
@@ -72,3 +84,8 @@ def _check_score_ids(request: GenerateRequest, score_ids: list[list[int]], max_m
         total = len(request.prompts[index]) + len(ids)
         if total > max_model_len:
             raise invalid(f"score_ids[{index}]: {total} tokens with the prompt, max_model_len is {max_model_len}")
+
+
+def _shown(number: int) -> str:
+    """Printing a number takes time that grows with the square of its digits."""
+    return str(number) if abs(number) < 2**64 else "with more than 64 bits"

@@ -7,9 +7,11 @@ is not finite travels as null.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+
+from axolotl.serving.bounds import PlainDict
 
 PROTOCOL_VERSION = 2
 INSTANCE_HEADER = "x-axolotl-instance"
@@ -51,7 +53,7 @@ class Fingerprint(Body):
     config: str
     tokenizer: str
     weights: str
-    summary: dict[str, Any]
+    summary: PlainDict
 
 
 WeightTransport = Literal["files", "nccl"]
@@ -79,6 +81,8 @@ class ServerInfo(Body):
     run_id: str | None
 
 
+MAX_INT = 2**31 - 1
+"""Of versions, process ids and counts: a number that fits everywhere it goes."""
 RunId = Annotated[str, Field(pattern=r"^[a-z0-9-]{1,64}$")]
 
 
@@ -88,15 +92,17 @@ class Sampling(Body):
     `extra` holds the user's `generation_kwargs`; an engine refuses by name what it does not support.
     """
 
+    model_config = ConfigDict(allow_inf_nan=False)
+
     n: int = Field(default=1, ge=1, le=1024)
-    max_tokens: int = Field(ge=1)
+    max_tokens: int = Field(ge=1, le=MAX_INT)
     temperature: float = Field(default=1.0, ge=0.0)
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    top_k: int = Field(default=0, ge=0)
+    top_k: int = Field(default=0, ge=0, le=MAX_INT)
     min_p: float = Field(default=0.0, ge=0.0, le=1.0)
     repetition_penalty: float = Field(default=1.0, gt=0.0)
-    structured_regex: str | None = None
-    extra: dict[str, Any] = Field(default_factory=dict)
+    structured_regex: str | None = Field(default=None, max_length=4096)
+    extra: PlainDict = Field(default_factory=dict)
 
 
 class SessionRequest(Body):
@@ -109,8 +115,8 @@ class SessionRequest(Body):
     """
 
     run_id: RunId
-    host: str
-    pid: int
+    host: str = Field(pattern=r"^[ -~]{0,255}$")
+    pid: int = Field(ge=0, le=MAX_INT)
     fingerprint: Fingerprint
     action: Literal["claim", "renew", "release"] = "claim"
     sampling: Sampling | None = None
@@ -139,8 +145,8 @@ class GenerateRequest(Body):
         of one `GenerateResponse`.
     """
 
-    request_id: str
-    adapter_version: int = Field(ge=0)
+    request_id: str = Field(pattern=r"^[!-~]{1,128}$")
+    adapter_version: int = Field(ge=0, le=MAX_INT)
     prompts: list[list[int]] = Field(min_length=1)
     sampling: Sampling
     seeds: list[list[int]] | None = None
@@ -242,7 +248,7 @@ class SetWeightsRequest(Body):
     dropped, and no earlier version can be asked for any more."""
 
     run_id: RunId
-    version: int = Field(ge=1)
+    version: int = Field(ge=1, le=MAX_INT)
     manifest_sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
 
 
@@ -251,7 +257,7 @@ class SetAdapterRequest(Body):
     `<sync_dir>/adapters/<run_id>/v<version>/` and checks the manifest against the digest."""
 
     run_id: RunId
-    version: int = Field(ge=1)
+    version: int = Field(ge=1, le=MAX_INT)
     manifest_sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
 
 
