@@ -1,30 +1,44 @@
-"""A server that belongs to one run (`vllm.managed: true`): start it, wait for it, stop exactly its process group.
+"""A server that belongs to one run (`vllm.managed: true`): start it, watch it, start it again, stop exactly its group.
 
-check the port ─► launcher ─exec─► vllm-serve ─► wait_ready, watching that it lives ─► run ─► stop the group
+                    ┌────────────────────────── its thread ───────────────────────────┐
+    start() ───────►│ start the group ─► look at /health/ until ready ─► wait for its end │
+                    │       ▲                                                  │          │
+                    │       └── port free again ◄── budget left? ◄── end the group ◄──┘   │
+                    └─────────────────────────────────────────────────────────────────┘
+    revive(), stop(): signal the group, from any thread; the thread above sees the end and does the rest
+
+The thread lives as long as the server, because the kernel ends the server with the thread that started it.
 """
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
 import httpx
 
-from axolotl.errors import EnvironmentFault
+from axolotl.errors import AxolotlError, EnvironmentFault, ServerError
 from axolotl.serving import ports
 from axolotl.serving.client import ServerClient
-from axolotl.serving.wire import ServerInfo
+from axolotl.serving.process import KILL_S, TERMINATE_S, end_group, ended_how, group_of, signal_group, start_group
+from axolotl.serving.server_file import read_server_file
+from axolotl.serving.wire import Health, ServerInfo
 
-TERMINATE_S = 20.0
-KILL_S = 10.0
 LOG_TAIL_LINES = 12
+LOG_HEADER = "--- server start"
+PORT_WAIT_S = 30.0
+HEALTH_INTERVAL_S = 0.5
+HEALTH_TIMEOUT_S = 5.0
+FIRST_PAUSE_S = 0.5
+MAX_PAUSE_S = 30.0
 
 
 def serve_command(config_path: Path, overrides: Sequence[str] = ()) -> list[str]:
@@ -32,17 +46,38 @@ def serve_command(config_path: Path, overrides: Sequence[str] = ()) -> list[str]
     return [sys.executable, "-m", "axolotl.cli.main", "vllm-serve", str(config_path), *overrides]
 
 
+@dataclass
+class _State:
+    """What the threads share, under the lock of `ManagedServer`.
+
+    process: the one that runs; None before, between and after. num_starts: all of them. num_restarts: in a row without
+    an answered request. was_ready: a first start has come to its end. why: what the coming end of the process is to be
+    called, when we caused it. verdict: it will not run again, and this is why.
+    """
+
+    process: subprocess.Popen[bytes] | None = None
+    num_starts: int = 0
+    num_restarts: int = 0
+    was_ready: bool = False
+    why: str = ""
+    is_stopping: bool = False
+    verdict: AxolotlError | None = None
+
+
 class ManagedServer:
     """The server process of a run. A context manager: leaving the block stops it, whatever the reason.
 
-    Start it from a thread that lives as long as the run (the main thread): the server ends with that thread.
+    It is the client's `Keeper`; `revive`, `check_alive` and `served` may be called from any thread.
 
     Args:
         command: what to run, usually `serve_command(...)`.
-        url: where it will answer, `http://host:port`.
+        url: where it will answer, `http://host:port`; a restarted one answers there too.
         sync_dir: where it leaves its token.
-        log_path: file that gets its output; made anew, with its directory.
+        log_path: file that its output is appended to, each start under a line of its own.
         environment: variables of the server, those of this process when None.
+        max_restarts: how often in a row it is started again without an answered request in between.
+        silence_s: a process that is starting and does not even answer `/health/` for so long counts as hung.
+        say: gets a line when it ended and is started again.
     """
 
     def __init__(
@@ -52,14 +87,23 @@ class ManagedServer:
         url: str,
         sync_dir: Path,
         log_path: Path,
-        environment: dict[str, str] | None = None,
+        environment: Mapping[str, str] | None = None,
+        max_restarts: int = 5,
+        silence_s: float = 300.0,
+        say: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.url = url
         self.log_path = log_path
         self._command = list(command)
         self._sync_dir = sync_dir
         self._environment = environment
-        self._process: subprocess.Popen[bytes] | None = None
+        self._max_restarts = max_restarts
+        self._silence_s = silence_s
+        self._say = say
+        self._lock = threading.Lock()
+        self._state = _State()
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
 
     def __enter__(self) -> ManagedServer:
         self.start()
@@ -72,8 +116,9 @@ class ManagedServer:
 
     @property
     def pid(self) -> int | None:
-        """The server's process id, which is also its process group; None when it is not running."""
-        return self._process.pid if self._process is not None else None
+        """The process group of the server, which is its launcher's pid; None while it is not running."""
+        with self._lock:
+            return self._state.process.pid if self._state.process is not None else None
 
     def start(self) -> None:
         """Start the process; it loads in the background.
@@ -81,20 +126,14 @@ class ManagedServer:
         Raises:
             EnvironmentFault: `E-ENV-02` the port is taken.
         """
-        assert self._process is None, "already started"
-        address = httpx.URL(self.url)
-        ports.check_free(address.host, 80 if address.port is None else address.port)
+        assert self._thread is None, "already started"
+        ports.check_free(*self._address())
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        launcher = [sys.executable, "-m", "axolotl.serving.launcher", str(os.getpid()), *self._command]
-        with self.log_path.open("wb") as log:
-            self._process = subprocess.Popen(
-                launcher,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                env=self._environment,
-            )
+        spawned = threading.Event()
+        # A daemon: a run that ends without `stop` must not wait for its server, and the server ends with the thread.
+        self._thread = threading.Thread(target=self._keep, args=(spawned,), name="server-keeper", daemon=True)
+        self._thread.start()
+        spawned.wait()
 
     def wait_ready(self, client: ServerClient, on_wait: Callable[[str], None] | None = None) -> ServerInfo:
         """`client.wait_ready`, ended at once with the server's own last words when it exits.
@@ -103,56 +142,198 @@ class ManagedServer:
             EnvironmentFault: `E-ENV-05` the server exited.
             ServerError: as `client.wait_ready`.
         """
-        return client.wait_ready(on_wait, check=self.check_alive)
+        info = client.wait_ready(on_wait, check=self.check_alive)
+        with self._lock:
+            self._state.was_ready = True
+        return info
+
+    # -- Keeper -----------------------------------------------------------------------------------------------------
 
     def check_alive(self) -> None:
-        """Raise `EnvironmentFault` when the process has exited."""
-        assert self._process is not None, "not started"
-        code = self._process.poll()
-        if code is None:
+        """Raise when the process has ended and will not be started again.
+
+        Raises:
+            EnvironmentFault: `E-ENV-05` it ended before it was ever ready.
+            ServerError: `E-SRV-24` the restarts are used up, or its port is taken.
+        """
+        assert self._thread is not None, "not started"
+        with self._lock:
+            verdict = self._state.verdict
+        if verdict is not None:
+            raise verdict
+
+    def revive(self, instance_id: str, *, is_hung: bool) -> None:
+        """See to it that a server runs other than the instance that was lost. Returns at once.
+
+        A process that ended is started again without being asked; one that hangs is killed with its whole group,
+        unless it is another instance than `instance_id` already. SIGKILL at once: it would take no other signal.
+
+        Raises:
+            ServerError: `E-SRV-24`, as `check_alive`.
+        """
+        self.check_alive()
+        if not is_hung:
             return
-        ended = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
-        raise EnvironmentFault(
-            f"the managed server ended ({ended})",
+        found = read_server_file(self._sync_dir)
+        with self._lock:
+            process = self._state.process
+            if process is None or found is None or found.instance_id != instance_id:
+                return
+            if group_of(found.pid) != process.pid:
+                # The file is that of a process before this one.
+                return
+            self._state.why = "it hung"
+            signal_group(process.pid, signal.SIGKILL)
+
+    def served(self, instance_id: str) -> None:
+        """A request was answered: all restarts may be used again."""
+        with self._lock:
+            self._state.was_ready = True
+            self._state.num_restarts = 0
+
+    def stop(self) -> None:
+        """SIGTERM to the whole group, SIGKILL after 20 s to what is left. Safe to call twice, and without start."""
+        self._stopping.set()
+        thread, group = self._thread, self.pid
+        if thread is None:
+            return
+        try:
+            if group is not None:
+                signal_group(group, signal.SIGTERM)
+                signal_group(group, signal.SIGCONT)
+                thread.join(TERMINATE_S)
+        finally:
+            if (group := self.pid) is not None:
+                signal_group(group, signal.SIGKILL)
+            thread.join(2 * KILL_S)
+
+    def log_tail(self) -> list[str]:
+        """The last lines of the newest start that say something."""
+        with suppress(OSError):
+            lines = self.log_path.read_text(errors="replace").splitlines()
+            begins = max((n for n, line in enumerate(lines) if line.startswith(LOG_HEADER)), default=-1)
+            return [line for line in lines[begins + 1 :] if line.strip()][-LOG_TAIL_LINES:]
+        return []
+
+    # -- the thread -------------------------------------------------------------------------------------------------
+
+    def _keep(self, spawned: threading.Event) -> None:
+        try:
+            while not self._stopping.is_set():
+                process = self._spawn()
+                spawned.set()
+                self._watch_start(process)
+                code = process.wait()
+                end_group(process.pid)
+                if not self._ended(code) or not self._wait_for_port():
+                    return
+        except Exception as error:
+            self._give_up(_lost("it cannot be started", f"{type(error).__name__}: {error}", ()))
+        finally:
+            spawned.set()
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        with self._lock:
+            self._state.num_starts += 1
+            header = f"{LOG_HEADER} {self._state.num_starts} at {time.strftime('%Y-%m-%d %H:%M:%S')} ---\n"
+            with self.log_path.open("a") as log:
+                log.write(header)
+            self._state.process = start_group(self._command, self.log_path, self._environment)
+            if self._stopping.is_set():
+                # `stop` looked before there was anything to signal.
+                signal_group(self._state.process.pid, signal.SIGKILL)
+            return self._state.process
+
+    def _watch_start(self, process: subprocess.Popen[bytes]) -> None:
+        """Return once the server is ready or has ended. It may load as long as it likes, but it must say so."""
+        heard = time.monotonic()
+        with httpx.Client(base_url=self.url, timeout=HEALTH_TIMEOUT_S, trust_env=False) as http:
+            while process.poll() is None:
+                health = _health(http)
+                if health == "ok":
+                    with self._lock:
+                        self._state.was_ready = True
+                    return
+                now = time.monotonic()
+                heard = now if health is not None else heard
+                if now - heard > self._silence_s:
+                    with self._lock:
+                        self._state.why = f"it said nothing for {self._silence_s:.0f} s while it started"
+                    signal_group(process.pid, signal.SIGKILL)
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(HEALTH_INTERVAL_S)
+
+    def _ended(self, code: int) -> bool:
+        """Whether to start it again."""
+        with self._lock:
+            state = self._state
+            state.process = None
+            how, state.why = state.why or ended_how(code), ""
+            if self._stopping.is_set():
+                return False
+            if not state.was_ready:
+                state.verdict = self._failed_start(how)
+                return False
+            if state.num_restarts >= self._max_restarts:
+                state.verdict = _lost(
+                    f"the managed server ended ({how}) and is not started again",
+                    f"vllm.max_restarts is {self._max_restarts}, and none of them answered a request",
+                    tuple(self.log_tail()),
+                )
+                return False
+            state.num_restarts += 1
+            count = state.num_restarts
+        self._say(f"the generation server ended ({how}); starting it again ({count} of {self._max_restarts})")
+        # The first restart is immediate; a server that fails at every start must not keep the machine busy.
+        if count > 1:
+            self._stopping.wait(min(FIRST_PAUSE_S * 2 ** (count - 2), MAX_PAUSE_S))
+        return not self._stopping.is_set()
+
+    def _wait_for_port(self) -> bool:
+        """Whether the port is free; it may take the kernel a moment after the process has gone."""
+        deadline = time.monotonic() + PORT_WAIT_S
+        while not self._stopping.is_set():
+            try:
+                ports.check_free(*self._address())
+                return True
+            except EnvironmentFault as taken:
+                if time.monotonic() >= deadline:
+                    self._give_up(_lost("the managed server ended and cannot be started again", taken.what, ()))
+                    return False
+            self._stopping.wait(0.2)
+        return False
+
+    def _give_up(self, verdict: AxolotlError) -> None:
+        with self._lock:
+            self._state.verdict = self._state.verdict or verdict
+
+    def _failed_start(self, how: str) -> EnvironmentFault:
+        return EnvironmentFault(
+            f"the managed server ended ({how})",
             code="E-ENV-05",
             why=f"its last lines are above; all of them are in {self.log_path}",
             do="correct what they name and run train again",
             details=tuple(self.log_tail()),
         )
 
-    def log_tail(self) -> list[str]:
-        """The last lines of its log that say something."""
-        with suppress(OSError):
-            lines = self.log_path.read_text(errors="replace").splitlines()
-            return [line for line in lines if line.strip()][-LOG_TAIL_LINES:]
-        return []
-
-    def stop(self) -> None:
-        """SIGTERM to the whole group, SIGKILL after 20 s to what is left. Safe to call twice, and without start."""
-        process, self._process = self._process, None
-        if process is None:
-            return
-        _signal_group(process.pid, signal.SIGTERM)
-        try:
-            process.wait(TERMINATE_S)
-        except subprocess.TimeoutExpired:
-            pass
-        finally:
-            _signal_group(process.pid, signal.SIGKILL)
-        process.wait(KILL_S)
-        _wait_group_gone(process.pid, time.monotonic() + KILL_S)
+    def _address(self) -> tuple[str, int]:
+        address = httpx.URL(self.url)
+        return address.host, 80 if address.port is None else address.port
 
 
-def _signal_group(group: int, number: signal.Signals) -> None:
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, number)
+def _lost(what: str, why: str, details: tuple[str, ...]) -> ServerError:
+    return ServerError(
+        what,
+        code="E-SRV-24",
+        why=why,
+        do="look at the server's log, correct what it names, then rerun train with --resume",
+        details=details,
+    )
 
 
-def _wait_group_gone(group: int, deadline: float) -> None:
-    """A killed grandchild is reaped by init a moment later; its pid must not be mistaken for a living one."""
-    while time.monotonic() < deadline:
-        try:
-            os.killpg(group, 0)
-        except (ProcessLookupError, PermissionError):
-            return
-        time.sleep(0.02)
+def _health(http: httpx.Client) -> str | None:
+    """`ok`, `loading` or `failed`; None when nobody answers."""
+    try:
+        return Health.model_validate_json(http.get("/health/").content).status
+    except (httpx.TransportError, ValueError):
+        return None
