@@ -10,6 +10,7 @@ usage: axolotl COMMAND [CONFIG.yaml] [--OPTION VALUE ...]
 commands
   train          train the model that the config describes
   vllm-serve     start the generation server of the config; keep it running beside train
+  vllm-stop      stop a generation server, the one of the config or of a port, and nothing else
   check          say whether a config is valid and what it comes to; loads no model, takes a second
   config-schema  print every option of the config as JSON schema, or as tables with --markdown
 
@@ -47,6 +48,17 @@ Starts the generation server with the model and the vllm: section of the config,
 outlives training runs: no restart is needed between them.
 
 flags
+{_OVERRIDES}
+""",
+    "vllm-stop": f"""\
+usage: axolotl vllm-stop [CONFIG.yaml] [--port N]
+
+Stops one server with its child processes: the one of the config, or the one on a port (8000 when neither is given)
+that was started without vllm.sync_dir. It is found by the file server.json that it wrote, never by its name; other
+servers on the machine are left alone. After 20 seconds what is left of it is killed. Exits 3 when there is no server.
+
+flags
+  --port N         the port of a server whose config names no vllm.sync_dir
 {_OVERRIDES}
 """,
     "check": f"""\

@@ -13,9 +13,15 @@ from axolotl.utils.schemas.scalars import FALSE_WORDS, TRUE_WORDS
 OWN_FLAGS: Mapping[str, tuple[str, ...]] = {
     "train": ("resume", "overwrite", "dry_run"),
     "vllm-serve": (),
+    "vllm-stop": ("port",),
     "check": (),
     "config-schema": ("markdown",),
 }
+
+
+# Flags with a value of their own, and commands that go without a config.
+VALUES = frozenset({"port"})
+CONFIG_OPTIONAL = frozenset({"config-schema", "vllm-stop"})
 
 
 @dataclass(frozen=True)
@@ -77,6 +83,8 @@ def _parse_arguments(command: str, arguments: list[str]) -> Invocation:
         if name in OWN_FLAGS[command]:
             if name == "resume" and has_value and not value:
                 raise _usage(command, "--resume= names no checkpoint; write --resume for the newest one")
+            if name in VALUES and not has_value and arguments:
+                has_value, value = "=", arguments.pop(0)
             flags[name] = value if has_value else True
         elif has_value:
             overrides.append((name, value))
@@ -85,11 +93,13 @@ def _parse_arguments(command: str, arguments: list[str]) -> Invocation:
         else:
             overrides.append((name, "true"))
     for name in flags:
-        if name != "resume":
+        if name not in {"resume", *VALUES}:
             flags[name] = _switch(command, name, flags[name])
     if command == "config-schema" and (config is not None or overrides):
         raise _usage(command, "config-schema takes no config and no options of one")
-    if command != "config-schema" and config is None:
+    if command == "vllm-stop":
+        _check_stop(config, overrides, flags)
+    if command not in CONFIG_OPTIONAL and config is None:
         raise _usage(command, "no config file given")
     return Invocation(command, config, tuple(overrides), flags)
 
@@ -100,6 +110,16 @@ def _switch(command: str, name: str, value: str | bool) -> bool:
     if value.lower() not in TRUE_WORDS | FALSE_WORDS:
         raise _usage(command, f"--{name.replace('_', '-')} takes no value but true or false, not {value}")
     return value.lower() in TRUE_WORDS
+
+
+def _check_stop(config: str | None, overrides: list[tuple[str, str]], flags: Mapping[str, str | bool]) -> None:
+    port = flags.get("port")
+    if port is not None and not (isinstance(port, str) and port.isdecimal() and 1 <= int(port) <= 65535):
+        raise _usage("vllm-stop", "--port wants a port: --port 8000")
+    if config is not None and port is not None:
+        raise _usage("vllm-stop", "the config says which server it is; give the config or --port, not both")
+    if config is None and overrides:
+        raise _usage("vllm-stop", f"--{overrides[0][0]} is an option of a config, and none is given")
 
 
 def _usage(command: str, what: str) -> ConfigError:

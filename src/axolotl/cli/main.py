@@ -18,6 +18,7 @@ from axolotl.errors import EnvironmentFault
 from axolotl.utils.deepspeed_file import find_deepspeed_file
 from axolotl.utils.schemas.availability import Command, not_available
 from axolotl.utils.schemas.config import AxolotlConfig
+from axolotl.utils.schemas.plan import sync_dir
 from axolotl.utils.schemas.requirements import missing_packages
 
 
@@ -47,13 +48,22 @@ def _commands(invocation: Invocation) -> dict[str, Callable[[], None]]:
     def vllm_serve() -> None:
         _vllm_serve(invocation)
 
+    def vllm_stop() -> None:
+        _vllm_stop(invocation)
+
     def check_config() -> None:
         check.run(_load(invocation, "train"))
 
     def schema() -> None:
         config_schema.run(as_markdown=bool(invocation.flag("markdown")))
 
-    return {"train": train, "vllm-serve": vllm_serve, "check": check_config, "config-schema": schema}
+    return {
+        "train": train,
+        "vllm-serve": vllm_serve,
+        "vllm-stop": vllm_stop,
+        "check": check_config,
+        "config-schema": schema,
+    }
 
 
 def _train(invocation: Invocation) -> None:
@@ -93,6 +103,16 @@ def _vllm_serve(invocation: Invocation) -> None:
     from axolotl.cli import vllm_serve
 
     vllm_serve.run(loaded)
+
+
+def _vllm_stop(invocation: Invocation) -> None:
+    from axolotl.cli import vllm_stop
+
+    if invocation.config is not None:
+        vllm_stop.run(sync_dir(_load(invocation, "vllm-serve").config))
+    else:
+        port = invocation.flag("port")
+        vllm_stop.run(vllm_stop.directory_of(int(port) if port else None))
 
 
 def _load(invocation: Invocation, purpose: Command) -> LoadedConfig:

@@ -48,7 +48,7 @@ def port_taken(port: int) -> EnvironmentFault:
     return EnvironmentFault(
         f"port {port} is in use{by}",
         code="E-ENV-02",
-        do="stop that process, or set vllm.port to a free port",
+        do=f"stop that process (a server of ours: axolotl vllm-stop --port {port}), or set vllm.port to a free port",
     )
 
 

@@ -65,4 +65,10 @@ def sync_dir(config: AxolotlConfig) -> Path:
     """The directory where trainer and server meet."""
     if config.vllm.sync_dir is not None:
         return Path(config.vllm.sync_dir).expanduser()
-    return Path.home() / ".cache" / "axolotl" / "servers" / str(config.trl.vllm_server_port)
+    assert config.trl.vllm_server_port is not None, "resolve() fills vllm_server_port"
+    return default_sync_dir(config.trl.vllm_server_port)
+
+
+def default_sync_dir(port: int) -> Path:
+    """Where they meet when the config names no directory."""
+    return Path.home() / ".cache" / "axolotl" / "servers" / str(port)

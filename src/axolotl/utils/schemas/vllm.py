@@ -17,6 +17,12 @@ class VllmConfig(Options):
         "auto", "What generates: vLLM, or transformers; `auto` is vLLM with an accelerator and transformers on a CPU."
     )
     managed: Bool = option(False, "Let `axolotl train` start the server, and stop it at the end of the run.")
+    max_restarts: Int = option(
+        5,
+        "With `managed`: how often in a row a server that ended or hangs is started again without an answered request "
+        "in between; 0 for never.",
+        ge=0,
+    )
     sync_dir: Text | None = option(
         None, "Directory where trainer and server meet (token, adapters); by default one in the user's cache."
     )
