@@ -54,7 +54,7 @@ _PLAIN_INITS = (True, False, "gaussian", "eva", "orthogonal")
 
 @dataclass(frozen=True)
 class LoraPair:
-    """The update of one module: `scale * b @ a`. a: `[rank, in]`, b: `[out, rank]`."""
+    """The update of one module: `scale * b @ a`. a: `[rank, in]`, b: `[out, rank]`, float32."""
 
     a: torch.Tensor
     b: torch.Tensor
@@ -109,9 +109,11 @@ def pair_up(
             raise EngineRejects(f"tensor {name!r} is not a LoRA weight of a module")
         if tensor.dim() != 2 or tensor.numel() == 0:
             raise EngineRejects(f"tensor {name!r} has shape {list(tensor.shape)}, which is no LoRA matrix")
-        if not bool(torch.isfinite(tensor).all()):
+        # A loaded tensor is the file itself, which whoever wrote it could still change after these checks.
+        copied = tensor.to(torch.float32, copy=True)
+        if not bool(torch.isfinite(copied).all()):
             raise EngineRejects(f"tensor {name!r} has values that are not finite")
-        sides.setdefault(match["module"], {})[match["side"]] = tensor
+        sides.setdefault(match["module"], {})[match["side"]] = copied
     if not sides:
         raise EngineRejects("the adapter holds no tensor")
     pairs = {}
