@@ -22,10 +22,14 @@ from axolotl.utils.schemas.plan import server_url, sync_dir, uses_server
 
 if TYPE_CHECKING:
     from axolotl.core.run.output_dir import OutputDir
+    from axolotl.core.run.signals import StopRequest
     from axolotl.core.trainers.grpo.assembly import Parts
     from axolotl.core.trainers.grpo.trainer import AxolotlGRPOTrainer
     from axolotl.data.prompts import PromptData
     from axolotl.serving.supervisor import ManagedServer
+
+
+_GO_ON = "run the same command with --resume to go on"
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,7 @@ def run(loaded: LoadedConfig, flags: TrainFlags) -> None:
     _prepare_environment(loaded.config)
     from axolotl.core.run.faults import named_faults
     from axolotl.core.run.output_dir import RESOLVED_CONFIG, OutputDir
-    from axolotl.core.run.signals import exit_on_sigterm
+    from axolotl.core.run.signals import StopRequest, exit_on_sigterm
 
     config, resume = loaded.config, _resume_wanted(loaded.config, flags)
     output = OutputDir.open(Path(config.output_dir), overwrite=flags.overwrite, resume=bool(resume))
@@ -57,9 +61,10 @@ def run(loaded: LoadedConfig, flags: TrainFlags) -> None:
         # The server loads while the data is prepared here.
         server = _start_managed_server(loaded, output, _share_gpus(config), stack)
         stack.enter_context(named_faults(output.path))
-        parts = _prepare(loaded, server, stack)
+        stop = StopRequest()
+        parts = _prepare(loaded, server, stop, stack)
         trainer = _build(parts, output)
-        _train(trainer, output, checkpoint)
+        _train(trainer, output, checkpoint, stop)
         _finish(trainer, output, config)
 
 
@@ -185,11 +190,14 @@ def _start_managed_server(
             sync_dir=sync_dir(config),
             log_path=log,
             environment=None if gpus is None else {**os.environ, "CUDA_VISIBLE_DEVICES": gpus},
+            max_restarts=config.vllm.max_restarts,
+            silence_s=_server_timeout(config),
+            say=_say,
         )
     )
 
 
-def _prepare(loaded: LoadedConfig, server: ManagedServer | None, stack: ExitStack) -> Parts:
+def _prepare(loaded: LoadedConfig, server: ManagedServer | None, stop: StopRequest, stack: ExitStack) -> Parts:
     """Everything that can fail for a reason of the user's, cheapest first: data, rewards, server; the model last."""
     from axolotl.core.trainers.grpo.assembly import Parts, build_sampler
     from axolotl.core.trainers.grpo.rewards.inline import InlineRewards
@@ -209,7 +217,7 @@ def _prepare(loaded: LoadedConfig, server: ManagedServer | None, stack: ExitStac
         _say(note)
     if sampler.left_out:
         _say(f"{sampler.left_out} of {sampler.num_prompts} prompts do not fill a step; each epoch leaves out others")
-    link = _connect(config, prompts, server, stack) if uses_server(config) else None
+    link = _connect(config, prompts, server, stop, stack) if uses_server(config) else None
     device = pick_device()
     precision = resolve_precision(config, device)
     if precision.note:
@@ -217,11 +225,13 @@ def _prepare(loaded: LoadedConfig, server: ManagedServer | None, stack: ExitStac
     return Parts(config, tokenizer, prompts, InlineRewards(functions), device, precision, link)
 
 
-def _connect(config: AxolotlConfig, prompts: PromptData, server: ManagedServer | None, stack: ExitStack) -> ServerLink:
+def _connect(
+    config: AxolotlConfig, prompts: PromptData, server: ManagedServer | None, stop: StopRequest, stack: ExitStack
+) -> ServerLink:
     """Wait for the server, check that it serves our base model, and claim it for this run."""
     from axolotl.serving.fingerprint import fingerprint
 
-    timeout = float(config.trl.vllm_server_timeout or 300)
+    timeout = _server_timeout(config)
     client = stack.enter_context(ServerClient(server_url(config), sync_dir(config), timeout))
     info = server.wait_ready(client, _say) if server is not None else client.wait_ready(_say)
     run_id = f"run-{uuid.uuid4().hex[:12]}"
@@ -235,6 +245,11 @@ def _connect(config: AxolotlConfig, prompts: PromptData, server: ManagedServer |
     _warn_of_bias(config)
     _say(f"generating with the {info.engine} engine at {client.url} ({info.dtype}, instance {info.instance_id})")
     return ServerLink(client, sync_dir(config) / "adapters" / run_id)
+
+
+def _server_timeout(config: AxolotlConfig) -> float:
+    """The longest time without contact or token progress, in seconds."""
+    return float(config.trl.vllm_server_timeout or 300)
 
 
 def _check_lengths(prompts: PromptData, config: AxolotlConfig, limit: int, name: str, do: str) -> None:
@@ -285,17 +300,22 @@ def _build(parts: Parts, output: OutputDir) -> AxolotlGRPOTrainer:
     return trainer
 
 
-def _train(trainer: AxolotlGRPOTrainer, output: OutputDir, checkpoint: str | None) -> None:
+def _train(trainer: AxolotlGRPOTrainer, output: OutputDir, checkpoint: str | None, stop: StopRequest) -> None:
+    from axolotl.core.run.emergency import emergency_checkpoint
     from axolotl.core.run.faults import kept
-    from axolotl.core.run.signals import StopAtBoundary, StopRequest
+    from axolotl.core.run.signals import StopAtBoundary
 
     if checkpoint is not None and _is_finished(Path(checkpoint), trainer):
         _say(f"{checkpoint} is the end of a finished run: nothing left to train; raise max_steps to go on")
         return
-    stop = StopRequest()
     trainer.add_callback(StopAtBoundary(stop))
-    with stop.listening():
-        trainer.train(resume_from_checkpoint=checkpoint)
+    try:
+        with stop.listening(), emergency_checkpoint(trainer, output.path, is_urgent=lambda: stop.is_urgent):
+            trainer.train(resume_from_checkpoint=checkpoint)
+    except Interrupted as stopped:
+        if stop.is_urgent or trainer.state.global_step < trainer.state.max_steps:
+            stopped.do = _GO_ON if trainer.state.global_step > 0 else ""
+            raise
     step, last = trainer.state.global_step, trainer.state.max_steps
     # A signal after the last step changes nothing: the run is complete and is saved as one.
     if stop.received is not None and step < last:
@@ -303,7 +323,7 @@ def _train(trainer: AxolotlGRPOTrainer, output: OutputDir, checkpoint: str | Non
             f"stopped by a signal after step {step} of {last}",
             signal_number=stop.received,
             saved=kept(output.path),
-            do="run the same command with --resume to go on",
+            do=_GO_ON,
         )
 
 

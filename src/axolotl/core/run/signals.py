@@ -1,4 +1,5 @@
-"""Ctrl-C and SIGTERM: stop at the next step boundary and save; a second Ctrl-C leaves at once."""
+"""Ctrl-C and SIGTERM: stop at the next step boundary, or out of a wait for the server, and save; a second Ctrl-C
+leaves at once."""
 
 from __future__ import annotations
 
@@ -15,22 +16,36 @@ from axolotl.errors import Interrupted
 
 @dataclass
 class StopRequest:
-    """received: the number of the signal that asked the run to stop, None while nobody has."""
+    """received: the number of the signal that asked the run to stop, None while nobody has. is_urgent: Ctrl-C came
+    a second time."""
 
     received: int | None = None
+    is_urgent: bool = False
+    _is_listening: bool = False
 
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Take SIGINT and SIGTERM while the block runs; the handlers before it come back afterwards."""
         previous = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        self._is_listening = True
         try:
             yield
         finally:
+            self._is_listening = False
             for number, handler in previous.items():
                 signal.signal(number, handler)
 
+    def check(self) -> None:
+        """Raise `Interrupted` when a stop was asked for; called about once a second by whoever waits for the server.
+
+        Outside of `listening` nothing is raised: a run that has trained to its end is saved as such.
+        """
+        if self._is_listening and self.received is not None:
+            raise Interrupted("stopped by a signal while waiting for the server", signal_number=self.received)
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.received is not None and number == signal.SIGINT:
+            self.is_urgent = True
             raise Interrupted("interrupted twice: left without saving", signal_number=number)
         self.received = number
 

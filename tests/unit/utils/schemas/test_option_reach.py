@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from axolotl.cli import train
-from axolotl.cli.config import config_from_mapping
+from axolotl.cli.config import LoadedConfig, config_from_mapping
 from axolotl.core.trainers.grpo import specs
 from axolotl.core.trainers.grpo.args import grpo_arguments
 from axolotl.core.trainers.grpo.rewards.loading import load_rewards
@@ -161,15 +161,29 @@ def client_timeout(config: AxolotlConfig) -> float:
     class Noted(Exception):
         pass
 
-    def client(url: str, directory: Path, timeout: float) -> Any:
+    def client(url: str, directory: Path, timeout: float, **more: Any) -> Any:
         given.append(timeout)
         raise Noted
 
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         patch.setattr(train, "ServerClient", client)
         with pytest.raises(Noted):
-            train._connect(config, None, None, stack)  # type: ignore[arg-type]
+            train._connect(config, None, None, None, stack)  # type: ignore[arg-type]
     return given[0]
+
+
+def server_restarts(config: AxolotlConfig) -> int:
+    """How often `train` lets its own server be started again."""
+    from axolotl.core.run.output_dir import OutputDir
+
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        given: dict[str, Any] = {}
+        patch.setattr(
+            "axolotl.serving.supervisor.ManagedServer", lambda command, **more: given.update(more) or nullcontext()
+        )
+        output = OutputDir.open(Path("out"), overwrite=True)
+        train._start_managed_server(LoadedConfig(config, Path("c.yaml"), ()), output, None, stack)
+    return int(given["max_restarts"])
 
 
 def prompt_ids(config: AxolotlConfig) -> int:
@@ -266,6 +280,14 @@ TABLE: dict[str, Reaches | Refused] = {
     "num_completions_to_print": same_argument("num_completions_to_print", 3),
     "use_liger_loss": Refused(True),
 }
+
+
+def test_the_restarts_of_a_managed_server_reach_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    managed = {**SERVED, "vllm": {"managed": True}}
+    assert server_restarts(make_config(WITH_SERVER, managed)) == 5
+    managed["vllm"]["max_restarts"] = 0
+    assert server_restarts(make_config(WITH_SERVER, managed)) == 0
 
 
 def test_every_key_of_the_guide_and_of_the_section_has_an_entry() -> None:

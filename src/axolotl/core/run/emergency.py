@@ -1,0 +1,50 @@
+"""A checkpoint of the last finished optimizer step, saved where a run ends in the middle of the next one.
+
+While a run waits for the server, or for its answer, nothing of the model moves: the weights, the optimizer and the
+scheduler are those of the last finished step, so that a complete checkpoint can be written without finishing this one.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from axolotl.core.run.faults import kept
+from axolotl.core.trainers.grpo.trainer import AxolotlGRPOTrainer
+from axolotl.errors import Interrupted, ServerError, SyncError
+
+
+@contextmanager
+def emergency_checkpoint(
+    trainer: AxolotlGRPOTrainer, output_dir: Path, *, is_urgent: Callable[[], bool] = lambda: False
+) -> Iterator[None]:
+    """Save one when the block ends with a fault of the server, of the sync, or with an interruption; unless it exists
+    already, or `is_urgent` says that there is no time.
+
+    The fault goes on, with what is kept. A save that fails too is told in its details and leaves no half checkpoint.
+    """
+    try:
+        yield
+    except (ServerError, SyncError, Interrupted) as fault:
+        problem = None if is_urgent() else _save(trainer, output_dir)
+        if problem is not None:
+            fault.details += (f"the checkpoint of step {trainer.state.global_step} could not be saved: {problem}",)
+        fault.saved = kept(output_dir)
+        raise
+
+
+def _save(trainer: AxolotlGRPOTrainer, output_dir: Path) -> Exception | None:
+    step = trainer.state.global_step
+    checkpoint = output_dir / f"checkpoint-{step}"
+    if step == 0 or checkpoint.exists():
+        return None
+    try:
+        # What transformers does at a step's end when a save is due.
+        trainer._save_checkpoint(trainer.model, trial=None)  # type: ignore[no-untyped-call]
+        trainer.control = trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
+    except Exception as problem:
+        shutil.rmtree(checkpoint, ignore_errors=True)
+        return problem
+    return None

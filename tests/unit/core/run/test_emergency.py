@@ -1,0 +1,105 @@
+"""What is saved when a run ends between two steps, and what is said about it."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from axolotl.core.run.emergency import emergency_checkpoint
+from axolotl.core.run.signals import StopRequest
+from axolotl.errors import AxolotlError, ConfigError, Interrupted, ServerError, SyncError
+
+
+class Trainer:
+    """What the emergency needs of transformers' trainer; saving writes one file, or fails half-way."""
+
+    def __init__(self, output: Path, step: int, failure: Exception | None = None) -> None:
+        self.state = SimpleNamespace(global_step=step)
+        self.args, self.control, self.model = object(), object(), object()
+        self.saved: list[int] = []
+        self.callback_handler = SimpleNamespace(on_save=self._on_save)
+        self._output, self._failure = output, failure
+
+    def _save_checkpoint(self, model: object, trial: object) -> None:
+        directory = self._output / f"checkpoint-{self.state.global_step}"
+        directory.mkdir()
+        (directory / "model").write_text("half")
+        if self._failure:
+            raise self._failure
+
+    def _on_save(self, args: object, state: Any, control: object) -> object:
+        self.saved.append(state.global_step)
+        return control
+
+
+def end(trainer: Trainer, output: Path, error: AxolotlError, *, is_urgent: bool = False) -> AxolotlError:
+    with (
+        pytest.raises(type(error)) as problem,
+        emergency_checkpoint(trainer, output, is_urgent=lambda: is_urgent),  # type: ignore[arg-type]
+    ):
+        raise error
+    assert problem.value is error
+    return error
+
+
+@pytest.mark.parametrize(
+    "error", [ServerError("lost"), SyncError("refused"), Interrupted("stopped", signal_number=signal.SIGTERM)]
+)
+def test_the_last_finished_step_is_saved_and_named(tmp_path: Path, error: AxolotlError) -> None:
+    trainer = Trainer(tmp_path, 7)
+    assert "checkpoint-7" in end(trainer, tmp_path, error).saved
+    assert trainer.saved == [7], "callbacks know of it too"
+
+
+def test_one_that_exists_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-7").mkdir()
+    trainer = Trainer(tmp_path, 7)
+    assert "checkpoint-7" in end(trainer, tmp_path, ServerError("lost")).saved
+    assert trainer.saved == [] and not any((tmp_path / "checkpoint-7").iterdir())
+
+
+def test_before_the_first_step_there_is_nothing_to_save(tmp_path: Path) -> None:
+    assert "nothing" in end(Trainer(tmp_path, 0), tmp_path, ServerError("lost")).saved
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_save_that_fails_is_told_and_leaves_no_half_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-5").mkdir()
+    error = end(Trainer(tmp_path, 7, OSError(28, "No space left")), tmp_path, ServerError("lost"))
+    assert error.what == "lost" and "No space left" in error.details[0]
+    assert "checkpoint-5" in error.saved and not (tmp_path / "checkpoint-7").exists()
+
+
+def test_other_faults_save_nothing(tmp_path: Path) -> None:
+    end(Trainer(tmp_path, 7), tmp_path, ConfigError("wrong"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_who_is_in_a_hurry_waits_for_no_save(tmp_path: Path) -> None:
+    end(Trainer(tmp_path, 7), tmp_path, Interrupted("twice", signal_number=signal.SIGINT), is_urgent=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_wait_sees_the_stop_request_only_while_training() -> None:
+    stop = StopRequest()
+    with stop.listening():
+        stop.check()
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(Interrupted) as problem:
+            stop.check()
+        assert problem.value.exit_code == 143
+    stop.check()
+
+
+def test_a_second_interrupt_is_urgent() -> None:
+    stop = StopRequest()
+    with stop.listening():
+        signal.raise_signal(signal.SIGINT)
+        assert not stop.is_urgent
+        with pytest.raises(Interrupted):
+            signal.raise_signal(signal.SIGINT)
+    assert stop.is_urgent
