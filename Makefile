@@ -5,6 +5,8 @@
 #   TORCH=torch==2.13.0     what pip installs as PyTorch; installed before everything else, so nothing can pull another one
 #   CONSTRAINTS=/dev/null   without the exact versions of constraints/cpu.txt
 #   ARGS="-k sampler"       more arguments for pytest
+#   FUZZ="--seed 1"         arguments for make fuzz: --seed, --count
+#   SOAK="--syncs 100"      arguments for make soak: --syncs
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -14,6 +16,8 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 CONSTRAINTS ?= constraints/cpu.txt
 ARGS ?=
+FUZZ ?=
+SOAK ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -27,7 +31,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help install install-vllm quickstart test test-fast test-integration lint format types docs docs-check check clean
+.PHONY: help install install-vllm quickstart test test-fast test-integration lint format types docs docs-check fuzz soak check clean
 
 help: ## list the targets
 	@echo "usage: make TARGET"; echo
@@ -98,6 +102,12 @@ docs: $(STAMPS)/base ## write the generated parts of docs/ anew
 
 docs-check: $(STAMPS)/base ## links, names and code blocks of the docs; generated pages are current
 	$(PYTEST) tests/docs -q $(ARGS)
+
+fuzz: $(STAMPS)/base ## 5,000 requests that are almost right, to one server; the last line is the count (four minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.campaigns.fuzz $(FUZZ)
+
+soak: $(STAMPS)/base ## 500 adapter syncs under load to one server, watched from outside; the last line is the verdict
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.campaigns.soak $(SOAK)
 
 check: lint types test-fast docs-check ## what a change must pass before it is pushed (pre-commit runs lint and types)
 
