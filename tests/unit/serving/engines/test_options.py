@@ -53,7 +53,7 @@ def test_null_means_unset() -> None:
         ({"stop_token_ids": [100]}, "stop_token_ids: token id 100 is not in the vocabulary of 100"),
         ({"ignore_eos": 1}, "ignore_eos needs true or false"),
         ({"presence_penalty": 2.5}, "presence_penalty needs a number between -2.0 and 2.0"),
-        ({"frequency_penalty": float("nan")}, "frequency_penalty"),
+        ({"frequency_penalty": "1"}, "frequency_penalty needs a number"),
         ({"logit_bias": {"a": 1}}, "logit_bias needs a mapping"),
         ({"logit_bias": {"1": "x"}}, "logit_bias needs a mapping"),
         ({"logit_bias": [1]}, "logit_bias needs a mapping"),
