@@ -128,12 +128,65 @@ def test_the_engine_has_the_calls_we_make() -> None:
     """engines/vllm"""
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    for name in ("generate", "abort", "add_lora", "remove_lora", "collective_rpc", "reset_prefix_cache", "shutdown"):
+    for name in (
+        "generate",
+        "abort",
+        "add_lora",
+        "remove_lora",
+        "list_loras",
+        "collective_rpc",
+        "reset_prefix_cache",
+        "pause_generation",
+        "resume_generation",
+        "shutdown",
+    ):
         assert callable(getattr(AsyncLLM, name)), name
+    assert "stat_loggers" in inspect.signature(AsyncLLM.from_engine_args).parameters
+    assert inspect.signature(AsyncLLM.pause_generation).parameters["clear_cache"].default is True
     assert isinstance(AsyncLLM.errored, property)
     assert "self.output_handler: asyncio.Task | None" in inspect.getsource(AsyncLLM.__init__)
     assert "timeout" in inspect.signature(AsyncLLM.shutdown).parameters
     assert "lora_request" in inspect.signature(AsyncLLM.generate).parameters
+
+
+def test_parameters_are_checked_without_the_engine() -> None:
+    """vllm_calls.Calls.check: the checks of a request, up to where it would be sent."""
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    assert {"supported_tasks", "params", "prompt"} <= set(inspect.signature(InputProcessor.process_inputs).parameters)
+    assert not inspect.iscoroutinefunction(InputProcessor.process_inputs)
+    assert "self.input_processor.process_inputs(" in inspect.getsource(AsyncLLM.add_request)
+
+
+def test_the_weights_are_reloaded_from_a_directory() -> None:
+    """engines/vllm: the worker's method, called by its name, with the path as the only argument."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu_worker import Worker
+
+    assert "self.model_runner.reload_weights(*args, **kwargs)" in inspect.getsource(Worker.reload_weights)
+    assert "weights_path" in inspect.signature(GPUModelRunner.reload_weights).parameters
+
+
+def test_every_step_is_reported_with_its_tokens() -> None:
+    """vllm_stats"""
+    from vllm.v1.metrics.loggers import LoggingStatLogger, PrometheusStatLogger, StatLoggerManager
+    from vllm.v1.metrics.stats import IterationStats, PromptTokenStats
+
+    from axolotl.serving.engines.vllm_stats import TokenCounter, counting
+
+    counter = TokenCounter()
+    stats = IterationStats()
+    stats.num_generation_tokens = 5
+    stats.prompt_token_stats = PromptTokenStats(computed=7, total=9)
+    for engine in (0, 1):
+        counting(counter)(None, engine).record(None, stats, engine_idx=engine)
+    assert counter == TokenCounter(prompt=14, generated=10)
+    counting(counter)(None, 0).record(None, None)
+    assert counter == TokenCounter(prompt=14, generated=10), "a step without output"
+    source = inspect.getsource(StatLoggerManager.__init__)
+    assert "enable_default_loggers and logger.isEnabledFor(logging.INFO)" in source and LoggingStatLogger
+    assert "PrometheusStatLogger(vllm_config" in source and PrometheusStatLogger
 
 
 def test_a_dead_engine_is_marked_in_the_client() -> None:

@@ -7,22 +7,20 @@ import importlib.util
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
-import uvicorn
 
 from axolotl.serving.app import ServerState, build_app
 from axolotl.serving.engines.protocol import EngineSettings
+from axolotl.serving.http_server import http_server
 from axolotl.serving.server_file import ServerFile, write_server_file
+from tests.support.adapters import publish_random
 from tests.support.live_server import TOKEN, LiveServer
 from tests.support.loop_thread import LoopThread
+from tests.support.protocol_suite import Subject
+from tests.support.running_engine import RunningEngine
 from tests.support.tiny_model import make_random_adapter, make_tiny_model
-
-if TYPE_CHECKING:
-    from axolotl.serving.engines.vllm import VLLMEngine
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -46,22 +44,9 @@ def tiny_adapters(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return first, second
 
 
-@dataclass(frozen=True)
-class RunningEngine:
-    """A vLLM engine, the loop it lives on, and what it was made from."""
-
-    engine: VLLMEngine
-    loop: LoopThread
-    settings: EngineSettings
-
-
-@pytest.fixture(scope="module")
-def vllm_engine(tiny_model: Path) -> Iterator[RunningEngine]:
-    """One vLLM engine a module: starting one takes most of a minute."""
-    from axolotl.serving.engines.vllm import VLLMEngine
-
-    settings = EngineSettings(
-        model=str(tiny_model),
+def vllm_settings(model: Path) -> EngineSettings:
+    return EngineSettings(
+        model=str(model),
         revision=None,
         device="cpu",
         dtype="float32",
@@ -70,6 +55,13 @@ def vllm_engine(tiny_model: Path) -> Iterator[RunningEngine]:
         max_loras=3,
         kv_cache_bytes=64 << 20,
     )
+
+
+@contextmanager
+def running_vllm(settings: EngineSettings) -> Iterator[RunningEngine]:
+    """A vLLM engine of its own; starting one takes most of a minute."""
+    from axolotl.serving.engines.vllm import VLLMEngine
+
     loop = LoopThread()
     try:
         engine = loop.run(VLLMEngine.create(settings), timeout_s=600)
@@ -81,6 +73,37 @@ def vllm_engine(tiny_model: Path) -> Iterator[RunningEngine]:
         loop.close()
 
 
+@pytest.fixture(scope="session")
+def vllm_engine(tiny_model: Path) -> Iterator[RunningEngine]:
+    """The engine that all vLLM tests share which do not harm it."""
+    with running_vllm(vllm_settings(tiny_model)) as running:
+        yield running
+
+
+@pytest.fixture
+def clean(vllm_engine: RunningEngine) -> RunningEngine:
+    """The shared engine without adapters and with empty caches."""
+    vllm_engine.loop.run(vllm_engine.engine.reset())
+    return vllm_engine
+
+
+@pytest.fixture(scope="module")
+def vllm_subject(
+    vllm_engine: RunningEngine, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Subject]:
+    """A server over the shared engine."""
+    sync_dir = tmp_path_factory.mktemp("sync")
+    vllm_engine.loop.run(vllm_engine.engine.reset())
+    with serve_on_loop(vllm_engine, sync_dir) as server:
+        yield Subject(
+            server=server,
+            fingerprint=vllm_engine.engine.fingerprint,
+            max_model_len=vllm_engine.engine.max_model_len,
+            publish=lambda run_id, version: publish_random(sync_dir, run_id, version, tiny_model),
+            tolerance=1e-3,
+        )
+
+
 @contextmanager
 def serve_on_loop(running: RunningEngine, sync_dir: Path) -> Iterator[LiveServer]:
     """The app over an engine that lives already, on the engine's own loop."""
@@ -88,7 +111,7 @@ def serve_on_loop(running: RunningEngine, sync_dir: Path) -> Iterator[LiveServer
     state.ready(running.engine)
     listener = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    server = uvicorn.Server(uvicorn.Config(build_app(state), log_level="warning", lifespan="off"))
+    server = http_server(build_app(state))
 
     async def start() -> asyncio.Task[None]:
         return asyncio.create_task(server.serve(sockets=[listener]))

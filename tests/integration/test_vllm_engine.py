@@ -1,20 +1,18 @@
-"""The vLLM engine in this process, against transformers and PEFT on the same weights; then a server over it.
+"""The vLLM engine in this process, against transformers and PEFT on the same weights.
 
-One engine serves the whole file, since starting one takes most of a minute; the last test kills it.
+All vLLM tests share one engine but those that harm it, since starting one takes most of a minute.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
-import re
 import shutil
-from collections.abc import Iterator, Sequence
+import signal
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -22,59 +20,32 @@ from safetensors.torch import load_file, save_file
 from axolotl.errors import EnvironmentFault, ServerError
 from axolotl.serving.engines import process_tree
 from axolotl.serving.engines.protocol import EngineRejects
-from axolotl.serving.wire import Completion, Group, Sampling
-from tests.integration.conftest import RunningEngine, serve_on_loop
-from tests.support.adapters import publish_random
+from axolotl.serving.wire import Group, Sampling
 from tests.support.groups import all_groups
-from tests.support.protocol_suite import ProtocolSuite, Subject
 from tests.support.reference import load_reference, reference_logprobs
-from tests.support.tiny_model import make_random_adapter, make_tiny_tokenizer
+from tests.support.running_engine import (
+    ENDLESS,
+    LONG_PROMPT,
+    PROMPTS,
+    TOKENS,
+    RunningEngine,
+    generate,
+    load,
+    one,
+    score,
+)
+from tests.support.tiny_model import make_random_adapter
 
 pytestmark = [pytest.mark.vllm, pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(600)]
 
 torch.set_num_threads(1)
 
-PROMPTS = [[5, 6, 7, 8, 9], [10, 11], [12, 13, 14]]
-#: Longer than two cache blocks of 32 tokens, so that prefix caching has something to share.
-LONG_PROMPT = [3 + (index * 7) % 300 for index in range(70)]
-TOKENS = [20, 300, 41, 7, 99, 350]
+CANARY_VERSION = 2**30
 
 
 @pytest.fixture(scope="module")
 def base(tiny_model: Path) -> torch.nn.Module:
     return load_reference(tiny_model)
-
-
-@pytest.fixture
-def clean(vllm_engine: RunningEngine) -> RunningEngine:
-    """The engine without adapters and with empty caches."""
-    vllm_engine.loop.run(vllm_engine.engine.reset())
-    return vllm_engine
-
-
-def generate(
-    running: RunningEngine,
-    prompts: Sequence[Sequence[int]],
-    seeds: Sequence[Sequence[int]],
-    version: int = 0,
-    **sampling: Any,
-) -> list[Group]:
-    options = Sampling(**{"n": len(seeds[0]), "max_tokens": 8, **sampling})
-    return running.loop.run(all_groups(running.engine.generate(prompts, options, seeds, version)))
-
-
-def score(
-    running: RunningEngine, prompt: Sequence[int], tokens: Sequence[int], temperature: float = 1.0, version: int = 0
-) -> list[float]:
-    return running.loop.run(running.engine.score([prompt], [tokens], temperature, version))[0]
-
-
-def load(running: RunningEngine, version: int, directory: Path) -> int:
-    return running.loop.run(running.engine.load_adapter(version, directory))
-
-
-def one(groups: list[Group]) -> Completion:
-    return groups[0].completions[0]
 
 
 def test_what_the_engine_says_about_itself(vllm_engine: RunningEngine) -> None:
@@ -313,79 +284,11 @@ def test_what_only_the_engine_itself_can_refuse_is_refused_by_it(
     assert len(one(generate(clean, PROMPTS[:1], [[1]])).ids) > 0
 
 
-@pytest.mark.parametrize(
-    ("extra", "reason"),
-    [
-        ({"n": 2}, "set trl.num_generations instead"),
-        ({"temperature": 0.5}, "set trl.temperature instead"),
-        ({"max_tokens": 5}, "set trl.max_completion_length instead"),
-        ({"seed": 1}, "generation_kwargs.seed: decided by the server"),
-        ({"logprobs": 5}, "generation_kwargs.logprobs: decided by the server"),
-        ({"extra_args": {"a": 1}}, "generation_kwargs.extra_args: decided by the server"),
-        ({"_eos_token_id": 1}, "decided by the server"),
-        ({"no_such_thing": 1}, "generation_kwargs.no_such_thing"),
-        ({"min_tokens": "many"}, "generation_kwargs.min_tokens"),
-        ({"min_tokens": 99}, "min_tokens"),
-        ({"logit_bias": {"word": 1.0}}, "generation_kwargs.logit_bias"),
-        ({"presence_penalty": 5.0}, "presence_penalty"),
-        ({"allowed_token_ids": [100_000]}, "allowed_token_ids"),
-    ],
-)
-def test_generation_kwargs_that_cannot_be_served_are_refused_by_name(
-    vllm_engine: RunningEngine, extra: dict[str, Any], reason: str
-) -> None:
-    with pytest.raises(EngineRejects, match=reason):
-        generate(vllm_engine, PROMPTS[:1], [[1]], extra=extra)
-
-
-def test_generation_kwargs_reach_the_sampler(vllm_engine: RunningEngine) -> None:
-    prompt = PROMPTS[:1]
-    free = one(generate(vllm_engine, prompt, [[1]])).ids
-    stopped = one(generate(vllm_engine, prompt, [[1]], extra={"stop_token_ids": [free[2]]}))
-    assert stopped.ids == free[: free.index(free[2]) + 1]
-    assert stopped.finish_reason == "stop"
-    allowed = one(generate(vllm_engine, prompt, [[1]], extra={"allowed_token_ids": [50, 51]}))
-    assert set(allowed.ids) <= {50, 51}
-    assert sum(torch.tensor(allowed.logprobs).exp() > 0.999) < len(allowed.ids), "renormalised over two tokens"
-    biased = one(generate(vllm_engine, prompt, [[1]], extra={"logit_bias": {"77": 100.0}}))
-    assert set(biased.ids) == {77}
-
-
-def test_filters_and_penalties_reach_the_sampler(vllm_engine: RunningEngine, base: torch.nn.Module) -> None:
-    prompt = PROMPTS[0]
-    top = one(generate(vllm_engine, [prompt], [[4]], top_k=2)).ids
-    context = list(prompt)
-    for token in top:
-        best = base(input_ids=torch.tensor([context])).logits[0, -1].topk(2).indices.tolist()
-        assert token in best
-        context.append(token)
-    greedy = one(generate(vllm_engine, [prompt], [[4]], temperature=0.0)).ids
-    assert one(generate(vllm_engine, [prompt], [[4]], top_p=1e-6)).ids == greedy
-    assert one(generate(vllm_engine, [prompt], [[4]], min_p=1.0)).ids == greedy
-    repeated = [greedy[0]] * 20
-    plain = one(generate(vllm_engine, [repeated], [[4]], temperature=0.0)).ids
-    assert one(generate(vllm_engine, [repeated], [[4]], temperature=0.0, repetition_penalty=50.0)).ids != plain
-
-
-def test_a_regex_constrains_the_text(vllm_engine: RunningEngine) -> None:
-    completion = one(generate(vllm_engine, PROMPTS[:1], [[1]], structured_regex="[0-9]{2,3}"))
-    text = make_tiny_tokenizer().decode(completion.ids, skip_special_tokens=True)
-    assert re.fullmatch("[0-9]{2,3}", text), text
-
-
-@pytest.mark.parametrize("regex", ["([0-9", "a" * 5000])
-def test_a_bad_regex_is_refused_and_the_engine_serves_on(vllm_engine: RunningEngine, regex: str) -> None:
-    with pytest.raises(EngineRejects, match="regex"):
-        generate(vllm_engine, PROMPTS[:1], [[1]], structured_regex=regex)
-    assert len(one(generate(vllm_engine, PROMPTS[:1], [[1]])).ids) > 0
-
-
 def test_cancelled_requests_leave_the_engine_free(clean: RunningEngine) -> None:
     """After a cancelled call nothing runs in the engine: only then can the prefix cache be cleared."""
 
     async def cancel_midway() -> None:
-        sampling = Sampling(n=4, max_tokens=120, extra={"ignore_eos": True})
-        task = asyncio.ensure_future(all_groups(clean.engine.generate(PROMPTS[:1], sampling, [[1, 2, 3, 4]], 0)))
+        task = asyncio.ensure_future(all_groups(clean.engine.generate(PROMPTS[:1], ENDLESS, [[1, 2, 3, 4]], 0)))
         await all_groups(clean.engine.generate(PROMPTS[:1], Sampling(max_tokens=2), [[9]], 0))
         assert not task.done()
         task.cancel()
@@ -402,8 +305,7 @@ def test_a_reset_aborts_what_an_earlier_run_left_running(
     load(clean, 1, tiny_adapters[0])
 
     async def reset_midway() -> None:
-        sampling = Sampling(n=4, max_tokens=120, extra={"ignore_eos": True})
-        task = asyncio.ensure_future(all_groups(clean.engine.generate(PROMPTS[:1], sampling, [[1, 2, 3, 4]], 1)))
+        task = asyncio.ensure_future(all_groups(clean.engine.generate(PROMPTS[:1], ENDLESS, [[1, 2, 3, 4]], 1)))
         await all_groups(clean.engine.generate(PROMPTS[:1], Sampling(max_tokens=2), [[9]], 1))
         assert not task.done()
         await clean.engine.reset()
@@ -414,47 +316,94 @@ def test_a_reset_aborts_what_an_earlier_run_left_running(
     assert len(one(generate(clean, PROMPTS[:1], [[1]])).ids) > 0
 
 
-@pytest.fixture(scope="module")
-def subject(
-    vllm_engine: RunningEngine, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Subject]:
-    sync_dir = tmp_path_factory.mktemp("sync")
-    vllm_engine.loop.run(vllm_engine.engine.reset())
-    with serve_on_loop(vllm_engine, sync_dir) as server:
-        yield Subject(
-            server=server,
-            fingerprint=vllm_engine.engine.fingerprint,
-            max_model_len=128,
-            publish=lambda run_id, version: publish_random(sync_dir, run_id, version, tiny_model),
-            tolerance=1e-3,
-        )
+def test_a_group_does_not_wait_for_a_longer_one(clean: RunningEngine) -> None:
+    """The second prompt leaves room for fewer tokens, so it ends first; closing the stream ends the other."""
+
+    async def first_of_two() -> tuple[Group, int]:
+        engine = clean.engine
+        stream = engine.generate([PROMPTS[0], LONG_PROMPT], ENDLESS, [[1, 2, 3, 4]] * 2, 0)
+        async with aclosing(stream):
+            group = await anext(stream)
+        generated = engine.progress().generated
+        # Only an engine that holds no request can clear its caches.
+        await engine.reset()
+        return group, generated
+
+    before = clean.engine.progress().generated
+    group, generated = clean.loop.run(first_of_two())
+    room = 128 - len(LONG_PROMPT)
+    assert group.index == 1 and [len(completion.ids) for completion in group.completions] == [room] * 4
+    assert generated - before < 4 * (room + 120), "the first prompt's completions were cut off"
 
 
-class TestVLLMServer(ProtocolSuite):
-    pass
+def test_progress_counts_what_is_computed(clean: RunningEngine) -> None:
+    engine = clean.engine
+    before = engine.progress()
+    groups = generate(clean, PROMPTS, [[1, 2], [3, 4], [5, 6]], max_tokens=6)
+    after = engine.progress()
+    sampled = sum(len(completion.ids) for group in groups for completion in group.completions)
+    assert after.generated - before.generated == sampled
+    assert after.work - before.work == sampled + 2 * sum(len(prompt) for prompt in PROMPTS)
 
 
-def test_a_dead_engine_is_an_error_and_leaves_no_process(vllm_engine: RunningEngine) -> None:
-    """Stands last: it kills the engine that the tests above share."""
-    engine, loop = vllm_engine.engine, vllm_engine.loop
-    processes = set(engine.processes)
-    (core,) = [process for process in processes if "EngineCore" in process.name()]
+def test_progress_grows_within_a_request_and_stands_still_with_the_engine(clean: RunningEngine) -> None:
+    engine = clean.engine
+    (core,) = [process for process in engine.processes if "EngineCore" in process.name()]
 
-    async def die_midway() -> None:
-        sampling = Sampling(n=4, max_tokens=120, extra={"ignore_eos": True})
-        task = asyncio.ensure_future(all_groups(engine.generate(PROMPTS[:1], sampling, [[1, 2, 3, 4]], 0)))
-        await all_groups(engine.generate(PROMPTS[:1], Sampling(max_tokens=2), [[9]], 0))
-        core.kill()
-        async with asyncio.timeout(60):
-            with pytest.raises(ServerError, match="engine process died"):
-                await task
-            with pytest.raises(ServerError, match="engine process died"):
-                await engine.score([PROMPTS[0]], [TOKENS], 1.0, 0)
-            with pytest.raises(ServerError, match="engine process died"):
-                await engine.reset()
+    async def rises_above(work: int) -> int:
+        async with asyncio.timeout(30):
+            while engine.progress().work <= work:
+                await asyncio.wait({task}, timeout=0.01)
+        return engine.progress().work
 
-    loop.run(die_midway())
-    loop.run(engine.close())
-    gone, alive = psutil.wait_procs(list(processes), timeout=10)
-    assert not alive, json.dumps([process.as_dict(["pid", "name", "status"]) for process in alive])
-    assert len(gone) == len(processes) >= 2
+    async def watch() -> None:
+        nonlocal task
+        start = engine.progress().work
+        task = asyncio.ensure_future(all_groups(engine.generate(PROMPTS[:1], ENDLESS, [[1, 2, 3, 4]], 0)))
+        await rises_above(await rises_above(start))
+        assert not task.done()
+        core.send_signal(signal.SIGSTOP)
+        try:
+            # What it had sent before arrives; the second interval is its silence.
+            await asyncio.wait({task}, timeout=0.5)
+            still = engine.progress()
+            await asyncio.wait({task}, timeout=1)
+            assert engine.progress() == still and not task.done()
+        finally:
+            core.send_signal(signal.SIGCONT)
+        await rises_above(still.work)
+        (group,) = await task
+        assert [len(completion.ids) for completion in group.completions] == [120] * 4
+
+    task: asyncio.Task[list[Group]]
+    clean.loop.run(watch())
+
+
+def test_vllms_own_metrics_are_in_the_registry(clean: RunningEngine) -> None:
+    from prometheus_client import REGISTRY, generate_latest
+
+    def generated() -> float:
+        lines = generate_latest(REGISTRY).decode().splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:generation_tokens_total{"))
+
+    before = generated()
+    completion = one(generate(clean, PROMPTS[:1], [[1]]))
+    assert generated() - before == len(completion.ids)
+
+
+def test_the_canarys_number_is_a_version_like_others(
+    clean: RunningEngine, tiny_model: Path, tiny_adapters: tuple[Path, Path]
+) -> None:
+    load(clean, CANARY_VERSION, tiny_adapters[0])
+    expected = reference_logprobs(load_reference(tiny_model, tiny_adapters[0]), PROMPTS[0], TOKENS)
+    assert score(clean, PROMPTS[0], TOKENS, version=CANARY_VERSION) == pytest.approx(expected, abs=1e-3)
+    clean.loop.run(clean.engine.unload_adapter(CANARY_VERSION))
+    with pytest.raises(EngineRejects, match="not loaded"):
+        score(clean, PROMPTS[0], TOKENS, version=CANARY_VERSION)
+
+
+def test_an_unloaded_adapter_is_gone_from_the_engine(clean: RunningEngine, tiny_adapters: tuple[Path, Path]) -> None:
+    load(clean, 1, tiny_adapters[0])
+    load(clean, 2, tiny_adapters[1])
+    clean.loop.run(clean.engine.unload_adapter(1))
+    assert clean.loop.run(clean.engine._llm.list_loras()) == [2]

@@ -12,6 +12,7 @@ from axolotl.serving.client import ServerClient
 from tests.support.cli import free_port, run, running
 from tests.support.project import make_project, metrics
 from tests.support.reference import load_reference, reference_logprobs
+from tests.support.running_engine import RunningEngine, score
 
 pytestmark = [pytest.mark.vllm, pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -21,7 +22,8 @@ TEMPERATURE = 0.9
 STEPS = 3
 
 
-def test_training_against_vllm(tmp_path: Path, tiny_model: Path) -> None:
+def test_training_against_vllm(tmp_path: Path, tiny_model: Path, vllm_engine: RunningEngine) -> None:
+    before = score(vllm_engine, PROMPT, TOKENS)
     torch.set_num_threads(1)
     port = free_port()
     make_project(
@@ -42,6 +44,8 @@ def test_training_against_vllm(tmp_path: Path, tiny_model: Path) -> None:
         with ServerClient(f"http://127.0.0.1:{port}", tmp_path / "sync", 60) as client:
             check_last_push(client, tiny_model, tmp_path / "out")
         check_nothing_outlives(psutil.Process(server.process.pid))
+        assert len(server.output.splitlines()) < 15, f"a line a step, or a library that chats:\n{server.output}"
+    assert score(vllm_engine, PROMPT, TOKENS) == before, "another server's engine is untouched"
 
 
 def check_steps(output: Path) -> None:

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from axolotl.errors import ServerError
 from axolotl.serving.engines import process_tree
-from axolotl.serving.engines.adapter_shapes import base_shapes, check_shapes
-from axolotl.serving.engines.lora import read_adapter
+from axolotl.serving.engines.adapter_shapes import base_shapes
 from axolotl.serving.engines.protocol import EngineName, EngineProgress, EngineRejects, EngineSettings
 from axolotl.serving.engines.traffic import Traffic
+from axolotl.serving.engines.vllm_adapters import AdapterSlots
 from axolotl.serving.engines.vllm_arguments import lora_rank
 from axolotl.serving.engines.vllm_calls import Calls
 from axolotl.serving.engines.vllm_environment import prepare_environment, require_vllm
@@ -59,7 +59,6 @@ class VLLMEngine:
         self.vocab_size: int = llm.model_config.get_vocab_size()
         self.max_lora_rank = lora_rank(settings.max_lora_rank) if settings.max_lora_rank > 0 else None
         self.processes = started.processes
-        self._max_loras = settings.max_loras
         self._llm = llm
         self._counter = started.counter
         self._starter = starter
@@ -68,7 +67,9 @@ class VLLMEngine:
         self._calls = Calls(llm)
         self._traffic = Traffic()
         self._change_lock = asyncio.Lock()
-        self._adapters: dict[int, LoRARequest] = {}
+        self._adapters = AdapterSlots(
+            llm, self._calls, self._base_shapes, max_rank=self.max_lora_rank, num_slots=settings.max_loras
+        )
         self._weights_version = 0
         self._closed = False
 
@@ -164,49 +165,14 @@ class VLLMEngine:
             await _cancel([task])
 
     async def load_adapter(self, version: int, directory: Path) -> int:
-        from vllm.lora.request import LoRARequest
-
-        if self.max_lora_rank is None:
-            raise EngineRejects("this server was started without an adapter in its config, so it can load none")
         async with self._change_lock:
             if self._weights_version:
                 raise EngineRejects(f"full weights (version {self._weights_version}) are served, not the base model")
-            if version in self._adapters:
-                raise EngineRejects(f"adapter version {version} is already loaded; every version is loaded once")
-            if len(self._adapters) >= self._max_loras:
-                held = sorted(self._adapters)
-                raise EngineRejects(f"no free adapter slot: versions {held} are loaded, unload one first")
-            modules = await asyncio.to_thread(read_adapter, directory, max_rank=self.max_lora_rank)
-            check_shapes(modules, self._base_shapes)
-            request = LoRARequest(f"policy-v{version}", version, str(directory))
-            try:
-                await self._calls.control(self._llm.add_lora(request))
-                await self._check_reached(version)
-            except EngineRejects as error:
-                await self._calls.control(self._llm.remove_lora(version))
-                # The text travels to the client, who is told no paths of this machine.
-                raise EngineRejects(str(error).replace(str(directory), "the adapter")) from error
-            self._adapters[version] = request
-            return len(modules)
-
-    async def _check_reached(self, version: int) -> None:
-        """Ask every worker for modules of the adapter that found no layer; vLLM serves such an adapter silently."""
-        for unreached in await self._calls.control(
-            self._llm.collective_rpc("axolotl_unreached_modules", args=(version,))
-        ):
-            if unreached is None:
-                raise EngineRejects(f"adapter version {version} was not kept by the engine")
-            if unreached:
-                shown = ", ".join(unreached[:3])
-                raise EngineRejects(f"{len(unreached)} modules of the adapter are not in the model: {shown}")
+            return await self._adapters.load(version, directory)
 
     async def unload_adapter(self, version: int) -> None:
         async with self._change_lock:
-            await self._unload(version)
-
-    async def _unload(self, version: int) -> None:
-        if self._adapters.pop(version, None) is not None:
-            await self._calls.control(self._llm.remove_lora(version))
+            await self._adapters.unload(version)
 
     def check_sampling(self, sampling: Sampling) -> None:
         self._calls.check(params_maker(sampling)(0))
@@ -223,8 +189,7 @@ class VLLMEngine:
 
     async def _replace_weights(self, directory: Path) -> None:
         """The traffic is stopped. vLLM overwrites the weights in place: after a failure they are nobody's."""
-        for version in sorted(self._adapters):
-            await self._unload(version)
+        await self._adapters.unload_all()
         calls, llm = self._calls, self._llm
         try:
             await calls.control(llm.pause_generation(mode="wait"))
@@ -273,8 +238,7 @@ class VLLMEngine:
                     await self._replace_weights(self._model_directory)
                     self._weights_version = 0
                 return
-            for version in sorted(self._adapters):
-                await self._unload(version)
+            await self._adapters.unload_all()
             await self._clear_caches()
 
     async def close(self) -> None:
@@ -297,11 +261,11 @@ class VLLMEngine:
         """None for the model's own weights, be they the base model's or pushed ones."""
         if version == self._weights_version:
             return None
-        if version not in self._adapters:
-            raise EngineRejects(
-                f"version {version} is not loaded; loaded: {[self._weights_version, *sorted(self._adapters)]}"
-            )
-        return self._adapters[version]
+        adapter = self._adapters.get(version)
+        if adapter is None:
+            loaded = [self._weights_version, *self._adapters.versions]
+            raise EngineRejects(f"version {version} is not loaded; loaded: {loaded}")
+        return adapter
 
 
 async def _gather(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

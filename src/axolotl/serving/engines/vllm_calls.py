@@ -47,13 +47,14 @@ class Calls:
 
     def check(self, params: SamplingParams) -> None:
         """Raise `EngineRejects` for what vLLM would refuse; its engine processes are not asked."""
+        from vllm.exceptions import VLLMClientError
         from vllm.inputs import tokens_input
 
         try:
             self._llm.input_processor.process_inputs(
                 "check", tokens_input([0]), params.clone(), supported_tasks=("generate",)
             )
-        except (ValueError, TypeError) as error:
+        except (VLLMClientError, ValueError, TypeError) as error:
             raise EngineRejects(first_line(error)) from error
 
     async def request(

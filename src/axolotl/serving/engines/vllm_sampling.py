@@ -12,9 +12,6 @@ from axolotl.serving.wire import Sampling
 #: vLLM raises a smaller temperature to this one without saying so, which would falsify the log-probs.
 LOWEST_TEMPERATURE = 0.01
 
-#: Requests with a longer regular expression are refused: compiling one is work done in the server process.
-MAX_REGEX_CHARACTERS = 4096
-
 #: Options with a key of their own: set there, the trainer knows them too.
 OWN_KEYS: Mapping[str, str] = MappingProxyType(
     {
@@ -77,11 +74,6 @@ def sampling_fields(sampling: Sampling, known_fields: Collection[str]) -> dict[s
     # Text is made only where stop strings have to be found in it.
     fields["detokenize"] = bool(sampling.extra.get("stop"))
     if sampling.structured_regex is not None:
-        if len(sampling.structured_regex) > MAX_REGEX_CHARACTERS:
-            raise EngineRejects(
-                f"the guided-decoding regex has {len(sampling.structured_regex)} characters, "
-                f"more than {MAX_REGEX_CHARACTERS}"
-            )
         fields["structured_outputs"] = {"regex": sampling.structured_regex}
     return fields
 

@@ -42,11 +42,6 @@ def test_a_regex_becomes_structured_outputs() -> None:
     assert fields(structured_regex="[0-9]+")["structured_outputs"] == {"regex": "[0-9]+"}
 
 
-def test_a_long_regex_is_refused() -> None:
-    with pytest.raises(EngineRejects, match="4097 characters"):
-        fields(structured_regex="a" * 4097)
-
-
 @pytest.mark.parametrize("name", sorted(OWN_KEYS))
 def test_an_option_with_its_own_key_names_that_key(name: str) -> None:
     with pytest.raises(EngineRejects, match=OWN_KEYS[name]):

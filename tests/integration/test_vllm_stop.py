@@ -1,0 +1,88 @@
+"""What ends a vLLM engine: each test starts one of its own and kills it, beside the shared one that must not notice."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from axolotl.errors import ServerError
+from axolotl.serving.engines import vllm
+from tests.integration.conftest import running_vllm, vllm_settings
+from tests.support.groups import all_groups
+from tests.support.running_engine import ENDLESS, PROMPTS, TOKENS, RunningEngine, score
+from tests.support.tiny_model import make_tiny_model
+
+pytestmark = [pytest.mark.vllm, pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(600)]
+
+torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("victim", ["EngineCore", "Worker"])
+def test_a_killed_process_is_an_error_and_takes_the_others_with_it(
+    vllm_engine: RunningEngine, tiny_model: Path, victim: str
+) -> None:
+    before = score(vllm_engine, PROMPTS[0], TOKENS)
+    with running_vllm(vllm_settings(tiny_model)) as running:
+        engine = running.engine
+        processes = set(engine.processes)
+        assert len(processes) >= 2
+        (killed,) = [process for process in processes if victim in process.name()]
+
+        async def die_midway() -> str:
+            death = asyncio.ensure_future(engine.died())
+            task = asyncio.ensure_future(all_groups(engine.generate(PROMPTS[:1], ENDLESS, [[1, 2, 3, 4]], 0)))
+            short = ENDLESS.model_copy(update={"max_tokens": 2})
+            await all_groups(engine.generate(PROMPTS[:1], short, [[9] * 4], 0))
+            assert not task.done() and not death.done()
+            killed.kill()
+            async with asyncio.timeout(5):
+                reason = await death
+            async with asyncio.timeout(60):
+                with pytest.raises(ServerError, match="engine process died"):
+                    await task
+                with pytest.raises(ServerError, match="engine process died"):
+                    await engine.score([PROMPTS[0]], [TOKENS], 1.0, 0)
+                with pytest.raises(ServerError, match="engine process died"):
+                    await engine.reset()
+            return reason
+
+        reason = running.loop.run(die_midway())
+        assert victim in reason and f"pid {killed.pid}" in reason
+        running.loop.run(engine.close())
+        check_gone(processes)
+    assert score(vllm_engine, PROMPTS[0], TOKENS) == before, "the other engine is untouched"
+
+
+def test_a_reload_that_fails_ends_the_engine(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files that the check before would refuse: whatever it lets through, a failure inside vLLM is not survived."""
+    monkeypatch.setattr(vllm, "check_weights", lambda *arguments, **options: 1)
+    unfit = make_tiny_model(tmp_path / "unfit", intermediate_size=96)
+    with running_vllm(vllm_settings(tiny_model)) as running:
+        engine = running.engine
+
+        async def fail() -> tuple[ServerError, str]:
+            death = asyncio.ensure_future(engine.died())
+            with pytest.raises(ServerError) as caught:
+                await engine.load_weights(1, unfit)
+            async with asyncio.timeout(5):
+                return caught.value, await death
+
+        error, reason = running.loop.run(fail())
+        assert error.code == "E-SRV-23" and str(tmp_path) not in str(error.report())
+        assert error.why in reason
+        with pytest.raises(ServerError, match="failed to replace its weights"):
+            score(running, PROMPTS[0], TOKENS)
+        processes = set(engine.processes)
+    check_gone(processes)
+
+
+def check_gone(processes: set[psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(list(processes), timeout=10)
+    left: list[dict[str, Any]] = [process.as_dict(["pid", "name", "status"]) for process in alive]
+    assert not left, json.dumps(left)
