@@ -8,10 +8,13 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from axolotl.serving.engines import decoding
 from axolotl.serving.engines.attention import GROUPED_SDPA
 from axolotl.serving.engines.decoding import decode
 from axolotl.serving.engines.inference import DecodingCancelled
 from axolotl.serving.engines.scoring import score
+from axolotl.serving.engines.work import Work
+from axolotl.serving.logprobs import policy_logprobs
 from axolotl.serving.wire import Group, Sampling
 from tests.support.tiny_model import VOCAB_SIZE, tiny_config
 
@@ -137,6 +140,96 @@ def test_scores_equal_the_sampled_log_probs(model: LlamaForCausalLM) -> None:
     tokens = [group.completions[0].ids for group in groups]
     for scored, group in zip(score(model, PROMPTS, tokens, 0.7, max_logit_rows=5), groups, strict=True):
         assert scored == pytest.approx(group.completions[0].logprobs, abs=1e-4)
+
+
+def test_a_group_is_reported_with_its_last_completion(model: LlamaForCausalLM) -> None:
+    """Counted in sampled tokens: a group is there as soon as its longest completion is, whatever the others do."""
+    reported: dict[int, int] = {}
+    work = Work()
+    sampling = Sampling(n=2, max_tokens=30, extra={"stop_token_ids": list(range(100, 130))})
+    groups = decode(
+        model,
+        PROMPTS,
+        sampling,
+        [row[:2] for row in SEEDS],
+        eos_token_ids={EOS},
+        pad_token_id=0,
+        on_group=lambda group: reported.update({group.index: work.generated}),
+        work=work,
+    )
+    lengths = [[len(completion.ids) for completion in group.completions] for group in groups]
+    flat = [length for row in lengths for length in row]
+    for index, row in enumerate(lengths):
+        assert reported[index] == sum(min(length, max(row)) for length in flat)
+    assert len(set(reported.values())) == 3, "they end one by one"
+
+
+def test_a_group_in_two_batches_is_reported_once(model: LlamaForCausalLM) -> None:
+    """16 cache positions are one row, so every completion is a batch of its own."""
+    reported: list[Group] = []
+    sampling = Sampling(n=4, max_tokens=11)
+    groups = decode(
+        model,
+        PROMPTS,
+        sampling,
+        SEEDS,
+        eos_token_ids={EOS},
+        pad_token_id=0,
+        max_cache_tokens=16,
+        on_group=reported.append,
+    )
+    assert reported == groups and [group.index for group in groups] == [0, 1, 2]
+    assert ids_of(groups) == ids_of(run(model, PROMPTS, SEEDS, max_tokens=11))
+
+
+def test_prompts_are_read_in_pieces(model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """6 positions a pass are two columns of three prompts, so the shorter prompts begin with padding only."""
+    whole = run(model, PROMPTS, SEEDS)
+    widths: list[int] = []
+    hook = model.register_forward_pre_hook(
+        lambda _, __, options: widths.append(options["input_ids"].shape[1]), with_kwargs=True
+    )
+    monkeypatch.setattr(decoding, "PREFILL_TOKENS", 6)
+    pieces = run(model, PROMPTS, SEEDS)
+    hook.remove()
+    assert widths[:3] == [2, 2, 1]
+    assert ids_of(pieces) == ids_of(whole)
+    for first, second in zip(pieces, whole, strict=True):
+        for piece, one in zip(first.completions, second.completions, strict=True):
+            assert piece.logprobs == pytest.approx(one.logprobs, abs=1e-4)
+
+
+def test_work_counts_every_token_once(model: LlamaForCausalLM) -> None:
+    work = Work()
+    groups = decode(model, PROMPTS, Sampling(n=4, max_tokens=12), SEEDS, eos_token_ids={EOS}, pad_token_id=0, work=work)
+    sampled = sum(len(completion.ids) for group in groups for completion in group.completions)
+    assert (work.processed, work.generated) == (sum(map(len, PROMPTS)) + sampled, sampled)
+
+
+def test_the_kept_mass_leads_back_to_the_whole_distribution(model: LlamaForCausalLM) -> None:
+    """Against a full forward and torch's log_softmax, with a filter that cuts differently at each position."""
+    for group, prompt in zip(run(model, PROMPTS, SEEDS, temperature=0.8, top_p=0.6), PROMPTS, strict=True):
+        for completion in group.completions:
+            assert completion.log_kept is not None and len(set(completion.log_kept)) > 1
+            with torch.no_grad():
+                logits = model(torch.tensor([prompt + completion.ids])).logits[0, len(prompt) - 1 : -1]
+            whole = (logits / 0.8).log_softmax(-1).gather(-1, torch.tensor(completion.ids)[:, None])[:, 0].tolist()
+            assert policy_logprobs(completion) == pytest.approx(whole, abs=1e-4)
+            assert all(a > b for a, b in zip(completion.logprobs, whole, strict=True))
+
+
+def test_penalties_look_at_each_completion_alone(model: LlamaForCausalLM) -> None:
+    """Greedy with the strongest penalty, against a loop of plain forwards; the prompt's tokens are free."""
+    options = {"temperature": 0.0, "extra": {"frequency_penalty": 2.0, "presence_penalty": 1.0, "ignore_eos": True}}
+    for prompt, group in zip(PROMPTS, run(model, PROMPTS, [[0], [0], [0]], **options), strict=True):
+        written: list[int] = []
+        for _ in range(12):
+            with torch.no_grad():
+                logits = model(torch.tensor([prompt + written])).logits[0, -1]
+            for token in set(written):
+                logits[token] -= 2.0 * written.count(token) + 1.0
+            written.append(int(logits.argmax()))
+        assert group.completions[0].ids == written
 
 
 def test_cancelling_ends_the_request(model: LlamaForCausalLM) -> None:
