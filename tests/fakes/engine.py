@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
+from axolotl.errors import ServerError
 from axolotl.serving.engines.options import token_rules
 from axolotl.serving.engines.protocol import EngineName, EngineProgress, EngineRejects
 from axolotl.serving.manifest import ADAPTER_FILES
@@ -18,7 +19,9 @@ FAKE_FINGERPRINT = Fingerprint(
 
 class FakeEngine:
     """calls: what was asked of it, in order. gate: `generate` waits for it, so a test decides when a request ends;
-    between_groups: it waits for this one after each group. death: resolve it with a reason to make the engine die.
+    between_groups: it waits for this one after each group. num_open: how many requests run. death: resolve it with a
+    reason to make the engine die. load_gate: `load_weights` waits for it; breaks_on_load: it breaks the engine.
+    unload_gate: `unload_adapter` waits for it. on_load: called at the end of every load.
 
     The log-prob of a token under version v is `-(1 + v + token / 100)`.
     """
@@ -43,6 +46,14 @@ class FakeEngine:
         self.between_groups.set()
         self.death: asyncio.Future[str] | None = None
         self.work = 0
+        self.num_open = 0
+        self.load_gate = asyncio.Event()
+        self.load_gate.set()
+        self.unload_gate = asyncio.Event()
+        self.unload_gate.set()
+        self.unload_fault: Exception | None = None
+        self.breaks_on_load = False
+        self.on_load: Callable[[], object] = lambda: None
 
     async def generate(
         self,
@@ -53,14 +64,19 @@ class FakeEngine:
     ) -> AsyncIterator[Group]:
         token_rules(sampling, frozenset())
         self.calls.append(f"generate v{adapter_version}")
-        self.started.set()
-        await self.gate.wait()
-        if self.fault is not None:
-            raise self.fault
-        for index, row in enumerate(seeds):
-            self.work += len(prompts[index]) + len(row) * sampling.max_tokens
-            yield Group(index=index, completions=[self._completion(seed, sampling, adapter_version) for seed in row])
-            await self.between_groups.wait()
+        self.num_open += 1
+        try:
+            self.started.set()
+            await self.gate.wait()
+            if self.fault is not None:
+                raise self.fault
+            for index, row in enumerate(seeds):
+                self.work += len(prompts[index]) + len(row) * sampling.max_tokens
+                completions = [self._completion(seed, sampling, adapter_version) for seed in row]
+                yield Group(index=index, completions=completions)
+                await self.between_groups.wait()
+        finally:
+            self.num_open -= 1
 
     async def score(
         self,
@@ -78,9 +94,13 @@ class FakeEngine:
         if (directory / "adapter_model.safetensors").read_bytes() == b"bad":
             raise EngineRejects("the tensors are bad")
         self.calls.append(f"load v{version}")
+        self.on_load()
         return self.num_modules
 
     async def unload_adapter(self, version: int) -> None:
+        await self.unload_gate.wait()
+        if self.unload_fault is not None:
+            raise self.unload_fault
         self.calls.append(f"unload v{version}")
 
     def check_sampling(self, sampling: Sampling) -> None:
@@ -89,7 +109,11 @@ class FakeEngine:
     async def load_weights(self, version: int, directory: Path) -> int:
         if (directory / "model.safetensors").read_bytes() == b"bad":
             raise EngineRejects("the tensors are bad")
+        await self.load_gate.wait()
+        if self.breaks_on_load:
+            raise ServerError("the engine failed to replace its weights", code="E-SRV-23")
         self.calls.append(f"weights v{version}")
+        self.on_load()
         return self.num_modules
 
     def progress(self) -> EngineProgress:

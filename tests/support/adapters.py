@@ -18,6 +18,14 @@ def publish_fake(sync_dir: Path, run_id: str, version: int, *, rank: int = 8, we
     return write_manifest(directory, version=version, rank=rank)
 
 
+def publish_fake_weights(sync_dir: Path, run_id: str, version: int, *, weights: bytes | None = None) -> str:
+    """Full weights that only the fake engine takes; returns the manifest's digest."""
+    directory = sync_dir / "weights" / run_id / f"v{version}"
+    directory.mkdir(parents=True)
+    (directory / "model.safetensors").write_bytes(weights if weights is not None else b"weights %d" % version)
+    return write_manifest(directory, version=version, kind="weights")
+
+
 def publish_random(sync_dir: Path, run_id: str, version: int, model: Path, *, rank: int = 8) -> str:
     """A random adapter of the model in `model`, different for each version; returns the manifest's digest."""
     directory = sync_dir / "adapters" / run_id / f"v{version}"

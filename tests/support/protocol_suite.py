@@ -29,10 +29,13 @@ from tests.support.live_server import LiveServer
 ROUTES = [
     ("GET", "/health/"),
     ("GET", "/server_info/"),
+    ("GET", "/progress/"),
+    ("GET", "/metrics/"),
     ("POST", "/session/"),
     ("POST", "/generate/"),
     ("POST", "/set_lora_adapter/"),
     ("POST", "/clear_lora_adapter/"),
+    ("POST", "/set_weights/"),
 ]
 
 # No TLS, so no certificates to read for every request.

@@ -1,6 +1,6 @@
 """`axolotl vllm-serve`: bind the port, answer `/health/`, load the engine, serve until told to stop.
 
-bind ─► server.json ─► uvicorn ─► (in the background) choose and load the engine ─► ready
+bind ─► server.json ─► uvicorn ─► (in the background) choose and load the engine ─► ready ─► engine died: exit code 6
                           └─ SIGINT/SIGTERM ─► finish requests ─► close the engine ─► remove server.json
 """
 
@@ -18,10 +18,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 import psutil
 
-from axolotl.errors import AxolotlError, EnvironmentFault
+from axolotl.errors import AxolotlError, EnvironmentFault, ServerError
 from axolotl.scripts.serve_settings import choose_engine, engine_settings, max_adapters, without_effect
 from axolotl.serving.app import ServerState, build_app
 from axolotl.serving.engines.protocol import Engine, EngineName, EngineSettings
@@ -33,8 +34,10 @@ from axolotl.utils.schemas.hosts import ANY_ADDRESS, LOOPBACK, client_address
 from axolotl.utils.schemas.plan import sync_dir
 
 FAILED_LINGER_S = 5.0
+DIED_LINGER_S = 1.0
 GRACEFUL_SHUTDOWN_S = 10
 LOAD_STOP_S = 10.0
+CLOSE_S = 30.0
 
 
 def main(config: AxolotlConfig, base_dir: Path) -> None:
@@ -46,6 +49,7 @@ def main(config: AxolotlConfig, base_dir: Path) -> None:
 
     Raises:
         EnvironmentFault: the port is taken, another server uses the same `sync_dir`, or the engine does not start.
+        ServerError: `E-SRV-20` the engine died or broke while it served; a new process is needed.
         ConfigError: the model's own config contradicts ours.
     """
     assert config.vllm.port is not None, "resolve() fills vllm.port"
@@ -124,25 +128,40 @@ class _Server:
         self._http.should_exit = True
 
     def run(self) -> None:
-        """Returns after a clean stop, raises when the engine did not start."""
+        """Returns after a clean stop, raises when the engine did not start or died."""
         asyncio.run(self._serve())
         if self.problem is not None:
             raise self.problem
 
     async def _serve(self) -> None:
-        loading = asyncio.create_task(self._load())
+        background = asyncio.create_task(self._load_and_watch())
         await self._http.serve(sockets=[self.listener])
-        loading.cancel()
-        _, unfinished = await asyncio.wait([loading], timeout=LOAD_STOP_S)
-        if self.engine is not None:
-            await self.engine.close()
-        if unfinished or (self.engine is None and self.problem is None):
+        background.cancel()
+        _, unfinished = await asyncio.wait([background], timeout=LOAD_STOP_S)
+        is_closed = await self._close_engine()
+        if unfinished or not is_closed or (self.engine is None and self.problem is None):
             # A model that is being read into memory cannot be interrupted, and a normal exit would wait for it.
-            remove_server_file(self.state.sync_dir, self.state.instance_id)
-            os._exit(0)
+            self._exit_now()
 
-    async def _load(self) -> None:
-        """Bring the engine up; on failure leave the reason on `/health/` for a moment and stop."""
+    async def _close_engine(self) -> bool:
+        """Whether nothing of the engine is left that an exit would wait for."""
+        if self.engine is None:
+            return True
+        try:
+            async with asyncio.timeout(CLOSE_S):
+                await self.engine.close()
+        except TimeoutError:
+            return False
+        return True
+
+    def _exit_now(self) -> NoReturn:
+        remove_server_file(self.state.sync_dir, self.state.instance_id)
+        if self.problem is not None:
+            print(self.problem.report(), file=sys.stderr, flush=True)
+        os._exit(self.problem.exit_code if self.problem is not None else 0)
+
+    async def _load_and_watch(self) -> None:
+        """Bring the engine up and wait for its death; both failures stay on `/health/` for a moment, then it stops."""
         started = time.monotonic()
         try:
             name, settings = await self._choose()
@@ -150,12 +169,20 @@ class _Server:
             self.engine = await create_engine(name, settings)
         except Exception as error:
             self.problem = start_failure(error)
-            self.state.failed(self.problem.why or self.problem.what)
-            await asyncio.sleep(FAILED_LINGER_S)
-            self.stop()
+            await self._fail(self.problem.why or self.problem.what, FAILED_LINGER_S)
             return
         self.state.ready(self.engine)
         _say(f"ready after {time.monotonic() - started:.1f} s (instance {self.state.instance_id})")
+        reason = await end_of(self.engine, self.state)
+        self.problem = ServerError(
+            "the engine can no longer serve", code="E-SRV-20", why=reason, do="start the server again"
+        )
+        await self._fail(reason, DIED_LINGER_S)
+
+    async def _fail(self, reason: str, linger_s: float) -> None:
+        self.state.failed(reason)
+        await asyncio.sleep(linger_s)
+        self.stop()
 
     async def _choose(self) -> tuple[EngineName, EngineSettings]:
         self.state.loading("looking at the devices")
@@ -165,6 +192,18 @@ class _Server:
         for line in without_effect(self.config, choice.name):
             _say(line)
         return choice.name, settings
+
+
+async def end_of(engine: Engine, state: ServerState) -> str:
+    """Returns, with the reason, once the engine died, or broke in the hands of the app."""
+    died = asyncio.ensure_future(engine.died())
+    broken = asyncio.ensure_future(state.broken.wait())
+    try:
+        await asyncio.wait({died, broken}, return_when=asyncio.FIRST_COMPLETED)
+        return state.health.phase if state.broken.is_set() else died.result()
+    finally:
+        died.cancel()
+        broken.cancel()
 
 
 async def create_engine(name: EngineName, settings: EngineSettings) -> Engine:

@@ -9,14 +9,16 @@ from pathlib import Path
 
 import httpx
 import pytest
+from prometheus_client import REGISTRY, Gauge
+from prometheus_client.parser import text_string_to_metric_families
 
 from axolotl.errors import ServerError
 from axolotl.serving.app import ServerState, build_app
 from axolotl.serving.guard import MAX_BODY_BYTES
-from axolotl.serving.session import ACTIVE_S, Session
+from axolotl.serving.session import LEASE_S, Session
 from axolotl.serving.wire import INSTANCE_HEADER, ErrorBody, GenerateResponse
 from tests.fakes.engine import FAKE_FINGERPRINT, FakeEngine
-from tests.support.adapters import publish_fake
+from tests.support.adapters import publish_fake, publish_fake_weights
 from tests.support.protocol_suite import ROUTES, generate_request
 
 HEADERS = {"authorization": "Bearer secret"}
@@ -115,6 +117,7 @@ def test_engine_faults_are_500_without_their_insides(tmp_path: Path, fault: Exce
         reply = await client.post("/generate/", json=generate_request().model_dump())
         assert (reply.status_code, error_of(reply).code, error_of(reply).what) == (500, code, what)
         assert "/path" not in reply.text
+        assert (await values(client))["axolotl_refusals_total", (("code", code),)] == 1
 
     with_app(tmp_path, body)
 
@@ -172,18 +175,134 @@ def test_only_the_requests_of_the_holder_are_a_sign_of_life(tmp_path: Path) -> N
         state.ready(FakeEngine())
         assert state.serving is not None
         now = 0.0
-        session = Session(state.serving.registry, FAKE_FINGERPRINT, clock=lambda: now)
+        session = Session(state.serving.versions, state.serving.engine, clock=lambda: now)
         state.serving = replace(state.serving, session=session)
         claim = {"run_id": "first", "host": "elsewhere", "pid": 1, "fingerprint": FAKE_FINGERPRINT.model_dump()}
         other = {**claim, "run_id": "second", "pid": 2}
         assert (await client.post("/session/", json=claim)).status_code == 200
         question = generate_request().model_dump()
-        now = ACTIVE_S - 1
+        now = LEASE_S - 1
         assert (await client.post("/generate/", json={**question, "run_id": "first"})).status_code == 200
-        now += ACTIVE_S - 1
+        now += LEASE_S - 1
         assert (await client.post("/generate/", json=question)).status_code == 200
         assert (await client.post("/session/", json=other)).status_code == 409
         now += 2
         assert (await client.post("/session/", json=other)).status_code == 200
+
+    with_app(tmp_path, body)
+
+
+# Metrics
+
+
+def test_metrics_count_what_happened(tmp_path: Path) -> None:
+    async def body(client: httpx.AsyncClient, state: ServerState) -> None:
+        assert (await values(client))["axolotl_up", ()] == 0
+        engine = FakeEngine()
+        state.ready(engine)
+        claim = {"run_id": "run", "host": "elsewhere", "pid": 1, "fingerprint": FAKE_FINGERPRINT.model_dump()}
+        await client.post("/session/", json=claim)
+        for version, digest in ((1, publish_fake(tmp_path, "run", 1)), (2, "0" * 64)):
+            push = {"run_id": "run", "version": version, "manifest_sha256": digest}
+            await client.post("/set_lora_adapter/", json=push)
+        await client.post("/generate/", json=generate_request().model_dump())
+        await client.get("/nothing")
+        engine.gate.clear()
+        running = asyncio.create_task(client.post("/generate", json=generate_request().model_dump()))
+        await engine.started.wait()
+        found = await values(client)
+        assert (
+            found.items()
+            >= {
+                ("axolotl_up", ()): 1,
+                ("axolotl_sessions_total", ()): 1,
+                ("axolotl_session_held", ()): 1,
+                ("axolotl_requests_total", (("route", "/generate/"), ("status", "200"))): 1,
+                ("axolotl_requests_total", (("route", "other"), ("status", "404"))): 1,
+                ("axolotl_load_seconds_count", (("kind", "adapter"), ("outcome", "served"))): 1,
+                ("axolotl_load_seconds_count", (("kind", "adapter"), ("outcome", "refused"))): 1,
+                ("axolotl_refusals_total", (("code", "E-SYN-06"),)): 1,
+                ("axolotl_refusals_total", (("code", "E-SRV-12"),)): 1,
+                ("axolotl_policy_version", ()): 1,
+                ("axolotl_policy_versions_held", ()): 1,
+                ("axolotl_tokens_processed_total", ()): engine.work,
+            }.items()
+        )
+        while (await values(client))["axolotl_requests_running", ()] != 1:
+            await asyncio.sleep(0)
+        engine.gate.set()
+        await running
+        assert (await values(client))["axolotl_requests_running", ()] == 0
+
+    with_app(tmp_path, body)
+
+
+def test_the_numbers_of_vllm_follow_ours(tmp_path: Path) -> None:
+    """vLLM registers its own with the process; the name of this one says that it is a stand-in."""
+    theirs = Gauge("vllm_stand_in", "A number of vLLM's.")
+
+    class Renamed(FakeEngine):
+        name = "vllm"
+
+    async def body(client: httpx.AsyncClient, state: ServerState) -> None:
+        state.ready(FakeEngine())
+        assert ("vllm_stand_in", ()) not in await values(client)
+        state.ready(Renamed())
+        found = await values(client)
+        assert ("vllm_stand_in", ()) in found and ("axolotl_up", ()) in found
+
+    try:
+        with_app(tmp_path, body)
+    finally:
+        REGISTRY.unregister(theirs)
+
+
+async def values(client: httpx.AsyncClient) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    reply = await client.get("/metrics")
+    assert reply.status_code == 200 and reply.headers["content-type"].startswith("text/plain; version=0.0.4")
+    families = text_string_to_metric_families(reply.text)
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+# Full weights
+
+
+def test_an_engine_that_breaks_on_weights_ends_the_server(tmp_path: Path) -> None:
+    async def body(client: httpx.AsyncClient, state: ServerState) -> None:
+        engine = FakeEngine()
+        engine.breaks_on_load = True
+        state.ready(engine)
+        claim = {"run_id": "run", "host": "elsewhere", "pid": 1, "fingerprint": FAKE_FINGERPRINT.model_dump()}
+        await client.post("/session/", json=claim)
+        digest = publish_fake_weights(tmp_path, "run", 1)
+        push = {"run_id": "run", "version": 1, "manifest_sha256": digest}
+        reply = await client.post("/set_weights/", json=push)
+        assert (reply.status_code, error_of(reply).code) == (500, "E-SRV-23")
+        assert state.broken.is_set()
+        health = await client.get("/health/")
+        assert (health.status_code, health.json()["status"]) == (503, "failed")
+        assert "failed to replace its weights" in health.json()["phase"]
+        reply = await client.post("/generate/", json=generate_request().model_dump())
+        assert (reply.status_code, error_of(reply).code) == (503, "E-SRV-20")
+
+    with_app(tmp_path, body)
+
+
+def test_refused_weights_leave_the_server_as_it_was(tmp_path: Path) -> None:
+    async def body(client: httpx.AsyncClient, state: ServerState) -> None:
+        state.ready(FakeEngine())
+        claim = {"run_id": "run", "host": "elsewhere", "pid": 1, "fingerprint": FAKE_FINGERPRINT.model_dump()}
+        await client.post("/session/", json=claim)
+        digest = publish_fake_weights(tmp_path, "run", 1, weights=b"bad")
+        push = {"run_id": "run", "version": 1, "manifest_sha256": digest}
+        reply = await client.post("/set_weights/", json=push)
+        assert (reply.status_code, error_of(reply).code) == (422, "E-SYN-01")
+        assert not state.broken.is_set()
+        assert (await client.post("/generate/", json=generate_request().model_dump())).status_code == 200
+        assert (await client.post("/set_weights/", json={**push, "run_id": "other"})).status_code == 409
 
     with_app(tmp_path, body)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from axolotl.serving.adapters import AdapterRegistry
 from axolotl.serving.refusals import Refusal
-from axolotl.serving.session import ACTIVE_S, Session, process_started
-from axolotl.serving.wire import SessionRequest
+from axolotl.serving.session import LEASE_S, Session, process_started
+from axolotl.serving.versions import PolicyVersions
+from axolotl.serving.wire import Sampling, SessionRequest
 from tests.fakes.engine import FAKE_FINGERPRINT, FakeEngine
 
 
@@ -21,17 +21,17 @@ class World:
         self.now = 0.0
         self.processes = {10: 1.0, 20: 2.0}
         self.engine = FakeEngine()
-        registry = AdapterRegistry(self.engine, tmp_path, instance_id="a", max_held=3)
+        versions = PolicyVersions(self.engine, tmp_path, instance_id="a", max_held=3)
         self.session = Session(
-            registry,
-            FAKE_FINGERPRINT,
+            versions,
+            self.engine,
             clock=lambda: self.now,
             started=lambda host, pid: self.processes.get(pid) if host == "here" else None,
         )
 
     def claim(self, run_id: str, pid: int, *, host: str = "here", **options: object) -> None:
-        request = SessionRequest(run_id=run_id, host=host, pid=pid, fingerprint=FAKE_FINGERPRINT, **options)
-        asyncio.run(self.session.claim(request))
+        request = SessionRequest(run_id=run_id, host=host, pid=pid, **{"fingerprint": FAKE_FINGERPRINT, **options})
+        asyncio.run(self.session.handle(request))
 
 
 @pytest.fixture
@@ -62,16 +62,69 @@ def test_a_pid_that_was_given_to_another_process_is_dead(world: World) -> None:
     assert world.session.run_id == "second"
 
 
-def test_a_holder_elsewhere_keeps_it_while_it_is_active(world: World) -> None:
+def test_a_holder_elsewhere_keeps_it_for_as_long_as_its_lease(world: World) -> None:
     world.claim("first", 10, host="there")
     world.now = 50
-    world.session.touch()
-    world.now = 50 + ACTIVE_S - 1
+    world.claim("first", 10, host="there", action="renew")
+    world.now = 50 + LEASE_S - 1
     with pytest.raises(Refusal):
         world.claim("second", 20)
-    world.now = 50 + ACTIVE_S + 1
+    assert world.session.run_id == "first"
+    world.now = 50 + LEASE_S + 1
+    assert world.session.run_id is None
     world.claim("second", 20)
     assert world.session.run_id == "second"
+
+
+def test_a_request_that_runs_is_a_sign_of_life(world: World) -> None:
+    world.claim("first", 10, host="there")
+    with world.session.request("first"):
+        world.now = 10 * LEASE_S
+        with pytest.raises(Refusal, match="in use by run first"):
+            world.claim("second", 20)
+    world.now += LEASE_S - 1
+    assert world.session.run_id == "first"
+
+
+def test_a_run_that_was_silent_comes_back_unless_another_took_the_server(world: World) -> None:
+    world.claim("first", 10, host="there")
+    world.now = 10 * LEASE_S
+    with world.session.request("first"):
+        pass
+    assert world.session.run_id == "first"
+    world.now += 10 * LEASE_S
+    world.claim("second", 20)
+    with pytest.raises(Refusal, match="does not hold") as refusal, world.session.request("first"):
+        pass
+    assert refusal.value.body.why == "it is held by second"
+    with pytest.raises(Refusal, match="does not hold"):
+        world.claim("first", 10, host="there", action="renew")
+
+
+def test_a_dead_holder_is_shown_to_nobody(world: World) -> None:
+    world.claim("first", 10)
+    del world.processes[10]
+    assert world.session.run_id is None
+
+
+def test_another_model_is_refused_with_the_fingerprints_of_both(world: World) -> None:
+    other = FAKE_FINGERPRINT.model_copy(update={"tokenizer": "f" * 64, "base_model": "theirs"})
+    with pytest.raises(Refusal, match="the config trains theirs") as refusal:
+        world.claim("first", 10, fingerprint=other)
+    why = refusal.value.body.why
+    assert "tokenizer (the same id means different tokens)" in why
+    assert "Server: config c1, tokenizer t1" in why and f"Trainer: config c1, tokenizer {'f' * 12}," in why
+    assert world.session.run_id is None and world.engine.calls == []
+
+
+def test_sampling_that_the_engine_does_not_support_is_refused_before_anything_changes(world: World) -> None:
+    world.claim("first", 10)
+    sampling = Sampling(max_tokens=4, extra={"no_such_option": 1})
+    with pytest.raises(Refusal, match="no_such_option") as refusal:
+        world.claim("first", 10, sampling=sampling)
+    assert (refusal.value.status, refusal.value.body.code) == (422, "E-SRV-19")
+    assert world.session.run_id == "first" and world.engine.calls == ["reset"]
+    world.claim("first", 10, sampling=Sampling(max_tokens=4))
 
 
 def test_the_same_process_may_start_another_run(world: World) -> None:
