@@ -253,7 +253,7 @@ class Generator:
                 item[key] = self._random.choice(IDS)
             case 4:
                 nested: Any = 1
-                for _ in range(self._random.choice([5, 50, 900])):
+                for _ in range(self._random.choice([5, 50, 300])):
                     nested = [nested]
                 item[key] = nested
             case _:
