@@ -6,6 +6,7 @@
 #   CONSTRAINTS=/dev/null   without the exact versions of constraints/cpu.txt
 #   ARGS="-k sampler"       more arguments for pytest
 #   FUZZ="--seed 1"         arguments for make fuzz: --seed, --count
+#   CHAOS="--vllm 0"        arguments for make chaos: --transformers, --vllm (how many faults), --seed
 #   SOAK="--syncs 100"      arguments for make soak: --syncs
 
 SHELL := /bin/bash
@@ -31,7 +32,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help install install-vllm quickstart test test-fast test-integration lint format types docs docs-check fuzz soak check clean
+.PHONY: help install install-vllm quickstart test test-fast test-integration lint format types docs docs-check fuzz soak chaos check clean
 
 help: ## list the targets
 	@echo "usage: make TARGET"; echo
@@ -108,6 +109,9 @@ fuzz: $(STAMPS)/base ## 5,000 requests that are almost right, to one server; the
 
 soak: $(STAMPS)/base ## 500 adapter syncs under load to one server, watched from outside; the last line is the verdict
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.campaigns.soak $(SOAK)
+
+chaos: $(STAMPS)/vllm ## kill and stop a run's server 20 times, and 5 times with vLLM; the last line is the count survived
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.campaigns.chaos $(CHAOS)
 
 check: lint types test-fast docs-check ## what a change must pass before it is pushed (pre-commit runs lint and types)
 
