@@ -28,7 +28,7 @@ def check_weight_files(model: nn.Module, directory: Path) -> WeightFiles:
 
     Floating-point tensors may come in any of float64, float32, float16 and bfloat16, whatever the model computes in;
     they are converted. A weight that the model shares between two names (tied embeddings) may come under one of them,
-    or under both with equal values.
+    or under both with equal values. Buffers may be left out: nothing trains them.
 
     Raises:
         EngineRejects: a name, a shape or a type that is not the model's, or a weight that is missing; the first ones
@@ -51,8 +51,8 @@ def check_weight_files(model: nn.Module, directory: Path) -> WeightFiles:
     _refuse(sorted(files.keys() - expected.keys()), "tensors are not the model's")
     given = {_identity(expected[name]) for name in files}
     _refuse(
-        [name for name, tensor in expected.items() if name not in files and _identity(tensor) not in given],
-        "of the model's tensors are missing",
+        [name for name, _ in model.named_parameters() if _identity(expected[name]) not in given],
+        "of the model's weights are missing",
     )
     _check_tied(files, expected)
     return WeightFiles(files)

@@ -66,8 +66,8 @@ def change(name: str, tensor: torch.Tensor | None) -> Callable[[Tensors], Tensor
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
-        (change(NORM, None), "1 of the model's tensors are missing: model.norm.weight"),
-        (lambda tensors: {}, r"12 of the model's tensors are missing: model.embed_tokens.weight, .*, \.\.\."),
+        (change(NORM, None), "1 of the model's weights are missing: model.norm.weight"),
+        (lambda tensors: {}, r"12 of the model's weights are missing: model.embed_tokens.weight, .*, \.\.\."),
         (change("model.extra", torch.ones(2)), "1 tensors are not the model's: model.extra"),
         (change(NORM, torch.ones(63)), r"'model.norm.weight' has shape \[63\], the model's is \[64\]"),
         (change(NORM, torch.ones(64, dtype=torch.int32)), "'model.norm.weight' is of type I32"),
@@ -80,6 +80,13 @@ def test_what_does_not_fit_changes_nothing(tmp_path: Path, changed: Callable[[Te
     with pytest.raises(EngineRejects, match=named):
         check_weight_files(model, written(tmp_path, changed(tensors_of(make_model(seed=1)))))
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_buffers_may_be_left_out(tmp_path: Path) -> None:
+    model = make_model(seed=0)
+    model.register_buffer("scale", torch.full((1,), 3.0))
+    copy_weights(model, check_weight_files(model, written(tmp_path, tensors_of(make_model(seed=1)))))
+    assert model.get_buffer("scale").tolist() == [3.0]
 
 
 def test_a_tied_weight_under_both_names_with_two_values(tmp_path: Path) -> None:

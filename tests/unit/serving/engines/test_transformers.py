@@ -359,7 +359,7 @@ def test_refused_weights_leave_the_adapter_that_is_served(
     async def body(engine: TransformersEngine) -> None:
         await engine.load_adapter(1, adapters[1])
         before = await engine.score(PROMPTS, TOKENS, 1.0, 1)
-        with pytest.raises(EngineRejects, match="of the model's tensors are missing"):
+        with pytest.raises(EngineRejects, match="of the model's weights are missing"):
             await engine.load_weights(2, tmp_path)
         assert await engine.score(PROMPTS, TOKENS, 1.0, 1) == before
 
