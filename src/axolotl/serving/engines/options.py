@@ -6,6 +6,7 @@ They mean what they mean in vLLM, so that a config does the same on both engines
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +25,8 @@ LOWEST_TEMPERATURE = 0.01
 LARGEST_BIAS = 100.0
 
 LARGEST_PENALTY = 2.0
+
+_DIGITS = re.compile("[0-9]{1,12}")
 
 
 @dataclass(frozen=True)
@@ -143,7 +146,7 @@ def _read_bias(name: str, value: Any) -> dict[int, float]:
         is_id = (type(key) is int and key >= 0) or (isinstance(key, str) and key.isascii() and key.isdigit())
         if not is_id or not _is_number(bias):
             raise _wrong(name, wanted, {key: bias})
-        result[int(key)] = max(-LARGEST_BIAS, min(LARGEST_BIAS, float(bias)))
+        result[int(key)] = float(max(-LARGEST_BIAS, min(LARGEST_BIAS, bias)))
     return result
 
 
@@ -166,7 +169,7 @@ def _check_vocabulary(name: str, tokens: tuple[int, ...] | dict[int, float], voc
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return type(value) is int or (type(value) is float and math.isfinite(value))
 
 
 def _wrong(name: str, wanted: str, value: Any) -> EngineRejects:
