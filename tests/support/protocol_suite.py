@@ -2,27 +2,41 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+import os
 import socket
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from axolotl.errors import ServerError, SyncError
 from axolotl.serving.client import ServerClient
+from axolotl.serving.manifest import MANIFEST_NAME, write_manifest
 from axolotl.serving.wire import (
     PROTOCOL_VERSION,
+    STREAM_LINE,
     ErrorBody,
     Fingerprint,
     GenerateRequest,
     GenerateResponse,
     Health,
+    Progress,
     Sampling,
     ServerInfo,
+    SessionResponse,
+    StreamEnd,
+    StreamGroup,
+    StreamLine,
+    StreamStart,
 )
 from tests.support.live_server import LiveServer
 
@@ -50,7 +64,8 @@ class Subject:
     """A running server and what a test needs to talk to it.
 
     publish: `(run_id, version) -> digest`, writes a different, effective adapter for each version.
-    tolerance: how close sampled and scored log-probs are.
+    tolerance: how close sampled and scored log-probs are. endless: `Sampling.extra` under which no completion ends
+    before `max_tokens`.
     """
 
     server: LiveServer
@@ -58,6 +73,7 @@ class Subject:
     max_model_len: int
     publish: Callable[[str, int], str]
     tolerance: float = 1e-4
+    endless: dict[str, Any] = field(default_factory=lambda: {"ignore_eos": True})
 
 
 def generate_request(**options: object) -> GenerateRequest:
@@ -97,6 +113,21 @@ class ProtocolSuite:
     def raw(self, subject: Subject, method: str, path: str, **options: object) -> httpx.Response:
         headers = {**subject.server.headers, **options.pop("headers", {})}
         return HTTP.request(method, subject.server.url + path, headers=headers, **options)
+
+    def streamed(self, subject: Subject, request: GenerateRequest) -> list[StreamLine]:
+        reply = self.raw(subject, "POST", "/generate/", json={**request.model_dump(), "stream": True})
+        assert (reply.status_code, reply.headers["content-type"]) == (200, "application/x-ndjson")
+        return [STREAM_LINE.validate_json(line) for line in reply.content.splitlines()]
+
+    def progress(self, subject: Subject) -> Progress:
+        return Progress.model_validate_json(self.raw(subject, "GET", "/progress/").content)
+
+    def metrics(self, subject: Subject) -> dict[str, float]:
+        """Those that have no labels, and the last one of each name that has."""
+        text = self.raw(subject, "GET", "/metrics").text
+        return {
+            sample.name: sample.value for family in text_string_to_metric_families(text) for sample in family.samples
+        }
 
     # Who is let in
 
@@ -222,6 +253,86 @@ class ProtocolSuite:
         assert 400 <= reply.status_code < 500
         ErrorBody.model_validate_json(reply.content)
 
+    # Streaming
+
+    def test_a_streamed_answer_is_the_whole_answer_in_any_order(
+        self, subject: Subject, client: ServerClient, run_id: str
+    ) -> None:
+        request = generate_request()
+        whole = client.generate(request)
+        lines = self.streamed(subject, request)
+        start, end = lines[0], lines[-1]
+        assert isinstance(start, StreamStart) and isinstance(end, StreamEnd)
+        assert (start.request_id, start.adapter_version) == (request.request_id, 0)
+        assert start.instance_id == client.info.instance_id
+        groups = [line.group for line in lines if isinstance(line, StreamGroup)]
+        assert len(groups) == len(PROMPTS)
+        groups.sort(key=lambda group: group.index)
+        assert [group.index for group in groups] == [0, 1, 2]
+        assert [[item.ids for item in group.completions] for group in groups] == ids_of(whole)
+        for streamed, plain in zip(groups, whole.groups, strict=True):
+            for mine, theirs in zip(streamed.completions, plain.completions, strict=True):
+                assert mine.logprobs == pytest.approx(theirs.logprobs, abs=subject.tolerance, nan_ok=True)
+
+    def test_scores_can_be_streamed(self, subject: Subject, client: ServerClient, run_id: str) -> None:
+        tokens = [[20, 21], [22], [23, 24, 25]]
+        request = generate_request().model_copy(update={"score_ids": tokens, "seeds": None})
+        groups = [line.group for line in self.streamed(subject, request) if isinstance(line, StreamGroup)]
+        values = [group.completions[0].logprobs for group in sorted(groups, key=lambda group: group.index)]
+        assert values == [
+            pytest.approx(row, abs=subject.tolerance, nan_ok=True) for row in client.score(PROMPTS, tokens, 1.0, 0)
+        ]
+
+    def test_a_bad_request_to_stream_is_refused_as_any_other(self, subject: Subject) -> None:
+        body = {**generate_request(adapter_version=9).model_dump(), "stream": True}
+        reply = self.raw(subject, "POST", "/generate/", json=body)
+        assert (reply.status_code, ErrorBody.model_validate_json(reply.content).code) == (409, "E-SRV-13")
+
+    def test_a_client_that_leaves_frees_what_it_asked_for(
+        self, subject: Subject, client: ServerClient, run_id: str
+    ) -> None:
+        """Long completions; after the first line the connection is closed."""
+        long = subject.max_model_len - 8
+        request = generate_request(max_tokens=long, extra=subject.endless)
+        body = {**request.model_dump(), "stream": True}
+        with HTTP.stream("POST", subject.server.url + "/generate/", json=body, headers=subject.server.headers) as reply:
+            assert isinstance(STREAM_LINE.validate_json(next(reply.iter_lines())), StreamStart)
+        deadline = time.monotonic() + 60
+        while self.progress(subject).running and time.monotonic() < deadline:
+            pass
+        assert self.progress(subject).running == 0
+        assert len(client.generate(generate_request()).groups) == 3
+
+    # Progress and metrics
+
+    def test_progress_grows_with_the_tokens_and_never_falls(
+        self, subject: Subject, client: ServerClient, run_id: str
+    ) -> None:
+        seen = [self.progress(subject)]
+        for _ in range(2):
+            response = client.generate(generate_request())
+            num_tokens = sum(len(item.ids) for group in response.groups for item in group.completions)
+            seen.append(self.progress(subject))
+            assert seen[-1].generated - seen[-2].generated >= num_tokens
+            assert seen[-1].work - seen[-2].work >= num_tokens
+        client.claim(run_id, subject.fingerprint)
+        seen.append(self.progress(subject))
+        for earlier, later in itertools.pairwise(seen):
+            assert later.work >= earlier.work and later.generated >= earlier.generated
+        assert (seen[-1].running, seen[-1].adapter_version) == (0, 0)
+        assert seen[-1].instance_id == client.info.instance_id
+
+    def test_metrics_can_be_read_by_prometheus(self, subject: Subject, client: ServerClient, run_id: str) -> None:
+        client.set_adapter(1, subject.publish(run_id, 1))
+        before = self.metrics(subject)
+        client.generate(generate_request(adapter_version=1))
+        after = self.metrics(subject)
+        assert (after["axolotl_up"], after["axolotl_policy_version"], after["axolotl_session_held"]) == (1, 1, 1)
+        assert after["axolotl_tokens_generated_total"] > before["axolotl_tokens_generated_total"]
+        assert after["axolotl_requests_running"] == 0
+        if client.info.engine == "vllm":
+            assert any(name.startswith("vllm:") for name in after), "vLLM's own numbers"
+
     # Adapters
 
     def test_adapters_come_and_go(self, subject: Subject, client: ServerClient, run_id: str) -> None:
@@ -252,6 +363,46 @@ class ProtocolSuite:
         for scored, completion in zip(scores, sampled, strict=True):
             assert scored == pytest.approx(completion.logprobs, abs=subject.tolerance, nan_ok=True)
         assert client.score(PROMPTS, tokens, 1.0, 0) == [pytest.approx(row, abs=subject.tolerance) for row in base]
+
+    def test_a_reused_server_computes_what_it_did_for_its_first_run(
+        self, subject: Subject, client: ServerClient
+    ) -> None:
+        """The run in between has versions of the same numbers with other contents: a cache that is keyed by number, or
+        an adapter that stayed, would show."""
+        first = self.one_run(subject, client, (1, 2))
+        between = self.one_run(subject, client, (5, 6))
+        again = self.one_run(subject, client, (1, 2))
+        for version in (0, 1, 2):
+            assert ids_of(again[version][0]) == ids_of(first[version][0])
+            for now, then in zip(again[version][1], first[version][1], strict=True):
+                assert now == pytest.approx(then, abs=1e-3, nan_ok=True)
+        assert between[0][1] == [pytest.approx(row, abs=1e-3, nan_ok=True) for row in first[0][1]]
+
+    def one_run(
+        self, subject: Subject, client: ServerClient, contents: tuple[int, int]
+    ) -> dict[int, tuple[GenerateResponse, list[list[float]]]]:
+        """Claim, push versions 1 and 2 with the contents that `publish` gives `contents`, ask each, release."""
+        run_id = f"run-{uuid.uuid4().hex[:12]}"
+        client.claim(run_id, subject.fingerprint)
+        answers = {}
+        for version in (0, 1, 2):
+            if version:
+                client.set_adapter(version, self.publish_as(subject, run_id, version, contents[version - 1]))
+            response = client.generate(generate_request(adapter_version=version))
+            answers[version] = (response, client.score(PROMPTS, [[20, 21], [22], [23, 24, 25]], 1.0, version))
+        client.release()
+        return answers
+
+    def publish_as(self, subject: Subject, run_id: str, version: int, contents: int) -> str:
+        """Version `version` with what `publish` writes for version `contents`."""
+        digest = subject.publish(run_id, contents)
+        if contents == version:
+            return digest
+        directory = subject.server.sync_dir / "adapters" / run_id
+        rank = json.loads((directory / f"v{contents}" / MANIFEST_NAME).read_bytes())["rank"]
+        (directory / f"v{contents}" / MANIFEST_NAME).unlink()
+        (directory / f"v{contents}").rename(directory / f"v{version}")
+        return write_manifest(directory / f"v{version}", version=version, rank=rank)
 
     def test_setting_the_same_version_again_confirms_it(
         self, subject: Subject, client: ServerClient, run_id: str
@@ -321,6 +472,41 @@ class ProtocolSuite:
             assert other.generate(generate_request(adapter_version=1)).adapter_version == 1
             other.release()
 
+    def test_a_lease_is_renewed_by_its_holder_only(self, subject: Subject, client: ServerClient, run_id: str) -> None:
+        body = self.claim_of(subject, run_id)
+        reply = self.raw(subject, "POST", "/session/", json={**body, "action": "renew"})
+        answer = SessionResponse.model_validate_json(reply.content)
+        assert (reply.status_code, answer.run_id, answer.lease_s) == (200, run_id, 60.0)
+        client.set_adapter(1, subject.publish(run_id, 1))
+        self.raw(subject, "POST", "/session/", json={**body, "action": "renew"})
+        assert client.generate(generate_request(adapter_version=1)).adapter_version == 1, "nothing was reset"
+        other = self.raw(subject, "POST", "/session/", json={**body, "run_id": "other", "action": "renew"})
+        assert (other.status_code, ErrorBody.model_validate_json(other.content).code) == (409, "E-SRV-06")
+
+    def test_a_released_server_is_nobodys(self, subject: Subject, client: ServerClient, run_id: str) -> None:
+        body = self.claim_of(subject, run_id)
+        other = self.raw(subject, "POST", "/session/", json={**body, "run_id": "other", "action": "release"})
+        assert SessionResponse.model_validate_json(other.content).run_id == run_id, "not theirs to give back"
+        mine = self.raw(subject, "POST", "/session/", json={**body, "action": "release"})
+        assert SessionResponse.model_validate_json(mine.content).run_id is None
+        again = self.raw(subject, "POST", "/session/", json={**body, "action": "renew"})
+        assert again.status_code == 409
+
+    def test_sampling_the_engine_does_not_support_is_refused_with_the_claim(self, subject: Subject) -> None:
+        sampling = Sampling(max_tokens=4, extra={"no_such_option": 1}).model_dump()
+        reply = self.raw(subject, "POST", "/session/", json={**self.claim_of(subject, "picky"), "sampling": sampling})
+        body = ErrorBody.model_validate_json(reply.content)
+        assert (reply.status_code, body.code) == (422, "E-SRV-19") and "no_such_option" in body.what
+        assert ServerInfo.model_validate_json(self.raw(subject, "GET", "/server_info/").content).run_id is None
+
+    def claim_of(self, subject: Subject, run_id: str) -> dict[str, object]:
+        return {
+            "run_id": run_id,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "fingerprint": subject.fingerprint.model_dump(),
+        }
+
     @pytest.mark.parametrize("part", ["config", "tokenizer", "weights"])
     def test_another_model_is_refused_with_the_part_that_differs(
         self, subject: Subject, client: ServerClient, part: str
@@ -329,6 +515,8 @@ class ProtocolSuite:
         with pytest.raises(ServerError, match="the config trains other") as problem:
             client.claim("other-model", other)
         assert problem.value.code == "E-SRV-07" and part in problem.value.why
+        assert f"{part} {getattr(subject.fingerprint, part)[:12]}" in problem.value.why, "what the server has"
+        assert f"{part} {'f' * 12}" in problem.value.why, "what the trainer has"
 
     def test_a_live_run_keeps_the_server_and_a_dead_one_loses_it(self, subject: Subject, client: ServerClient) -> None:
         holder = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
