@@ -25,10 +25,11 @@ from types import TracebackType
 
 import httpx
 
-from axolotl.errors import AxolotlError, EnvironmentFault, ServerError
+from axolotl.errors import AxolotlError, EnvironmentFault
 from axolotl.serving import ports
 from axolotl.serving.client import ServerClient
 from axolotl.serving.process import KILL_S, TERMINATE_S, end_group, ended_how, group_of, signal_group, start_group
+from axolotl.serving.restarts import Restarts, lost
 from axolotl.serving.server_file import read_server_file
 from axolotl.serving.wire import Health, ServerInfo
 
@@ -37,8 +38,6 @@ LOG_HEADER = "--- server start"
 PORT_WAIT_S = 30.0
 HEALTH_INTERVAL_S = 0.5
 HEALTH_TIMEOUT_S = 5.0
-FIRST_PAUSE_S = 0.5
-MAX_PAUSE_S = 30.0
 
 
 def serve_command(config_path: Path, overrides: Sequence[str] = ()) -> list[str]:
@@ -50,17 +49,14 @@ def serve_command(config_path: Path, overrides: Sequence[str] = ()) -> list[str]
 class _State:
     """What the threads share, under the lock of `ManagedServer`.
 
-    process: the one that runs; None before, between and after. num_starts: all of them. num_restarts: in a row without
-    an answered request. was_ready: a first start has come to its end. why: what the coming end of the process is to be
-    called, when we caused it. verdict: it will not run again, and this is why.
+    process: the one that runs; None before, between and after. num_starts: all of them. why: what the coming end of
+    the process is to be called, when we caused it. verdict: it will not run again, and this is why.
     """
 
+    restarts: Restarts
     process: subprocess.Popen[bytes] | None = None
     num_starts: int = 0
-    num_restarts: int = 0
-    was_ready: bool = False
     why: str = ""
-    is_stopping: bool = False
     verdict: AxolotlError | None = None
 
 
@@ -97,11 +93,10 @@ class ManagedServer:
         self._command = list(command)
         self._sync_dir = sync_dir
         self._environment = environment
-        self._max_restarts = max_restarts
         self._silence_s = silence_s
         self._say = say
         self._lock = threading.Lock()
-        self._state = _State()
+        self._state = _State(Restarts(max_restarts))
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -144,7 +139,7 @@ class ManagedServer:
         """
         info = client.wait_ready(on_wait, check=self.check_alive)
         with self._lock:
-            self._state.was_ready = True
+            self._state.restarts.was_ready = True
         return info
 
     # -- Keeper -----------------------------------------------------------------------------------------------------
@@ -188,8 +183,7 @@ class ManagedServer:
     def served(self, instance_id: str) -> None:
         """A request was answered: all restarts may be used again."""
         with self._lock:
-            self._state.was_ready = True
-            self._state.num_restarts = 0
+            self._state.restarts.served()
 
     def stop(self) -> None:
         """SIGTERM to the whole group, SIGKILL after 20 s to what is left. Safe to call twice, and without start."""
@@ -228,7 +222,7 @@ class ManagedServer:
                 if not self._ended(code) or not self._wait_for_port():
                     return
         except Exception as error:
-            self._give_up(_lost("it cannot be started", f"{type(error).__name__}: {error}", ()))
+            self._give_up(lost("it cannot be started", f"{type(error).__name__}: {error}"))
         finally:
             spawned.set()
 
@@ -252,7 +246,7 @@ class ManagedServer:
                 health = _health(http)
                 if health == "ok":
                     with self._lock:
-                        self._state.was_ready = True
+                        self._state.restarts.was_ready = True
                     return
                 now = time.monotonic()
                 heard = now if health is not None else heard
@@ -271,23 +265,12 @@ class ManagedServer:
             how, state.why = state.why or ended_how(code), ""
             if self._stopping.is_set():
                 return False
-            if not state.was_ready:
-                state.verdict = self._failed_start(how)
+            if not state.restarts.take():
+                state.verdict = state.restarts.refusal(how, self.log_path, self.log_tail())
                 return False
-            if state.num_restarts >= self._max_restarts:
-                state.verdict = _lost(
-                    f"the managed server ended ({how}) and is not started again",
-                    f"vllm.max_restarts is {self._max_restarts}, and none of them answered a request",
-                    tuple(self.log_tail()),
-                )
-                return False
-            state.num_restarts += 1
-            count = state.num_restarts
-        self._say(f"the generation server ended ({how}); starting it again ({count} of {self._max_restarts})")
-        # The first restart is immediate; a server that fails at every start must not keep the machine busy.
-        if count > 1:
-            self._stopping.wait(min(FIRST_PAUSE_S * 2 ** (count - 2), MAX_PAUSE_S))
-        return not self._stopping.is_set()
+            count, pause_s = state.restarts.count, state.restarts.pause_s
+        self._say(f"the generation server ended ({how}); starting it again ({count} of {state.restarts.limit})")
+        return not self._stopping.wait(pause_s)
 
     def _wait_for_port(self) -> bool:
         """Whether the port is free; it may take the kernel a moment after the process has gone."""
@@ -298,7 +281,7 @@ class ManagedServer:
                 return True
             except EnvironmentFault as taken:
                 if time.monotonic() >= deadline:
-                    self._give_up(_lost("the managed server ended and cannot be started again", taken.what, ()))
+                    self._give_up(lost("the managed server ended and cannot be started again", taken.what))
                     return False
             self._stopping.wait(0.2)
         return False
@@ -307,28 +290,9 @@ class ManagedServer:
         with self._lock:
             self._state.verdict = self._state.verdict or verdict
 
-    def _failed_start(self, how: str) -> EnvironmentFault:
-        return EnvironmentFault(
-            f"the managed server ended ({how})",
-            code="E-ENV-05",
-            why=f"its last lines are above; all of them are in {self.log_path}",
-            do="correct what they name and run train again",
-            details=tuple(self.log_tail()),
-        )
-
     def _address(self) -> tuple[str, int]:
         address = httpx.URL(self.url)
         return address.host, 80 if address.port is None else address.port
-
-
-def _lost(what: str, why: str, details: tuple[str, ...]) -> ServerError:
-    return ServerError(
-        what,
-        code="E-SRV-24",
-        why=why,
-        do="look at the server's log, correct what it names, then rerun train with --resume",
-        details=details,
-    )
 
 
 def _health(http: httpx.Client) -> str | None:

@@ -106,7 +106,7 @@ def kept(directory: Path, behaviour: str = "serve", **options: float) -> Iterato
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("axolotl.serving.supervisor.HEALTH_INTERVAL_S", 0.02)
-    monkeypatch.setattr("axolotl.serving.supervisor.FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("axolotl.serving.restarts.FIRST_PAUSE_S", 0.01)
 
 
 def is_running(pid: int) -> bool:
