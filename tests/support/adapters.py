@@ -26,11 +26,24 @@ def publish_fake_weights(sync_dir: Path, run_id: str, version: int, *, weights: 
     return write_manifest(directory, version=version, kind="weights")
 
 
-def publish_random(sync_dir: Path, run_id: str, version: int, model: Path, *, rank: int = 8) -> str:
-    """A random adapter of the model in `model`, different for each version; returns the manifest's digest."""
+def publish_random(
+    sync_dir: Path, run_id: str, version: int, model: Path, *, rank: int = 8, seed: int | None = None
+) -> str:
+    """A random adapter of the model in `model`, different for each seed (the version, when None); returns the
+    manifest's digest."""
     directory = sync_dir / "adapters" / run_id / f"v{version}"
-    scratch = make_random_adapter(model, directory.parent / f".tmp-v{version}", rank=rank, seed=version)
+    scratch = make_random_adapter(
+        model, directory.parent / f".tmp-v{version}", rank=rank, seed=version if seed is None else seed
+    )
     (scratch / "README.md").unlink(missing_ok=True)
     digest = write_manifest(scratch, version=version, rank=rank)
     shutil.move(scratch, directory)
     return digest
+
+
+def publish_weights(sync_dir: Path, run_id: str, version: int, model: Path) -> str:
+    """The weights of the model in `model` as full weights of a version; returns the manifest's digest."""
+    directory = sync_dir / "weights" / run_id / f"v{version}"
+    directory.mkdir(parents=True)
+    shutil.copy(model / "model.safetensors", directory)
+    return write_manifest(directory, version=version, kind="weights")

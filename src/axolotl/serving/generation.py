@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncGenerator, AsyncIterator
 
+from axolotl.errors import ServerError
 from axolotl.serving.edge import invalid
 from axolotl.serving.engines.protocol import Engine, EngineRejects
 from axolotl.serving.seeds import fresh_seeds
@@ -31,6 +32,9 @@ async def finished_groups(
         except EngineRejects as error:
             versions.check(request.adapter_version)  # replaced in the moment between our check and the engine's
             raise invalid(str(error)) from error
+        except ServerError:
+            session.check_run(request.run_id)  # given up because another run claimed the server
+            raise
         finally:
             await groups.aclose()
 

@@ -130,10 +130,8 @@ class PolicyVersions:
             return self._response()
 
     async def reset(self, run_id: str) -> None:
-        """Forget everything for `run_id`, caches and what earlier runs published included.
-
-        What becomes of requests in flight is the engine's affair: transformers finishes them first, vLLM aborts them.
-        """
+        """Forget everything for `run_id`, caches and what earlier runs published included; the engine gives up requests
+        in flight."""
         async with self._lock:
             await self._settled()
             await self._to_base()
