@@ -15,6 +15,10 @@ from axolotl.serving.engines.history import TokenHistory
 from axolotl.serving.engines.options import NEGATIVE_INFINITY, TokenRules
 from axolotl.serving.wire import Sampling
 
+#: A trained model has nearly all of its probability in so many tokens. Sorting a whole vocabulary at every step would
+#: take as long as the model's forward pass.
+LIKELY_TOKENS = 256
+
 
 class UniformStream:
     """One stream of uniform numbers a row, a function of that row's seed only (Philox counter generator).
@@ -42,10 +46,22 @@ def keep_top_k(logits: torch.Tensor, k: int) -> torch.Tensor:
 
 def keep_top_p(logits: torch.Tensor, p: float) -> torch.Tensor:
     """Keep the smallest set of most likely tokens whose probabilities add up to at least p."""
-    ordered, order = logits.sort(dim=-1)
-    is_cut = ordered.softmax(dim=-1).cumsum(dim=-1) <= 1 - p
-    is_cut[:, -1] = False
-    return logits.masked_fill(is_cut.scatter(-1, order, is_cut), NEGATIVE_INFINITY)
+    probabilities = logits.softmax(dim=-1)
+    likely = probabilities.topk(min(LIKELY_TOKENS, logits.shape[-1]), dim=-1)
+    kept = _keep_up_to(logits, p, likely.values, likely.indices)
+    if likely.values.shape[-1] < logits.shape[-1]:
+        reaches_further = likely.values.sum(dim=-1) < p
+        if bool(reaches_further.any()):
+            everything = probabilities[reaches_further].sort(dim=-1, descending=True)
+            kept[reaches_further] = _keep_up_to(logits[reaches_further], p, everything.values, everything.indices)
+    return kept
+
+
+def _keep_up_to(logits: torch.Tensor, p: float, probabilities: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """probabilities, order: `[rows, k]`, the likeliest tokens in descending order; the others are cut."""
+    is_cut = probabilities.cumsum(dim=-1) - probabilities >= p
+    kept = logits.gather(-1, order).masked_fill(is_cut, NEGATIVE_INFINITY)
+    return torch.full_like(logits, NEGATIVE_INFINITY).scatter_(-1, order, kept)
 
 
 def keep_min_p(logits: torch.Tensor, min_p: float) -> torch.Tensor:

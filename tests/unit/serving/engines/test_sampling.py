@@ -48,6 +48,21 @@ def test_top_p_equals_transformers(logits: torch.Tensor, p: float) -> None:
     assert torch.equal(keep_top_p(logits, p), TopPLogitsWarper(p)(None, logits))
 
 
+@pytest.mark.parametrize("spread", [0.1, 1.0, 4.0])
+@pytest.mark.parametrize("p", [0.2, 0.9])
+def test_top_p_in_a_large_vocabulary(spread: float, p: float) -> None:
+    """With and without the set reaching beyond `LIKELY_TOKENS`, rows of both kinds in one batch included."""
+    logits = torch.randn(4, 3_000, generator=torch.Generator().manual_seed(2)) * spread
+    logits[0] *= 8
+    kept = keep_top_p(logits, p)
+    for row, whole in zip(kept, logits, strict=True):
+        probabilities = whole.double().softmax(-1)
+        mass = probabilities[row.isfinite()].sum()
+        assert mass >= p - 1e-5 and mass - probabilities[row.isfinite()].min() < p + 1e-5
+        assert probabilities[row.isfinite()].min() >= probabilities[row.isinf()].max()
+        assert torch.equal(row[row.isfinite()], whole[row.isfinite()])
+
+
 @pytest.mark.parametrize("min_p", [0.01, 0.2, 1.0])
 def test_min_p_equals_transformers(logits: torch.Tensor, min_p: float) -> None:
     assert torch.equal(keep_min_p(logits, min_p), MinPLogitsWarper(min_p)(None, logits))
