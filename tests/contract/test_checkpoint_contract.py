@@ -13,7 +13,7 @@ pytestmark = pytest.mark.contract
 
 def test_a_checkpoint_is_saved_by_one_method_and_then_told_to_the_callbacks() -> None:
     assert list(inspect.signature(Trainer._save_checkpoint).parameters) == ["self", "model", "trial"]
-    assert list(inspect.signature(CallbackHandler.on_save).parameters) == ["self", "args", "state", "control"]
+    assert list(inspect.signature(CallbackHandler.on_save).parameters)[:4] == ["self", "args", "state", "control"]
     source = inspect.getsource(Trainer._maybe_log_save_evaluate)
     assert source.index("self._save_checkpoint(") < source.index("self.callback_handler.on_save(")
 

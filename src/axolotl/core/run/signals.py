@@ -4,6 +4,7 @@ leaves at once."""
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ class StopRequest:
     received: int | None = None
     is_urgent: bool = False
     _is_listening: bool = False
+    _is_waiting: bool = False
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -35,12 +37,26 @@ class StopRequest:
             for number, handler in previous.items():
                 signal.signal(number, handler)
 
-    def check(self) -> None:
-        """Raise `Interrupted` when a stop was asked for; called about once a second by whoever waits for the server.
+    @contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """A wait for the server: a signal that comes inside, or has come already, raises `Interrupted` at once.
 
-        Outside of `listening` nothing is raised: a run that has trained to its end is saved as such.
+        Nothing that the run computes happens inside, so the last finished step can still be saved. Outside of
+        `listening` nothing is raised: a run that has trained to its end is saved as such. Python runs handlers on the
+        main thread only, so that on another thread this does nothing.
         """
-        if self._is_listening and self.received is not None:
+        if not self._is_listening or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        self._is_waiting = True
+        try:
+            self._leave_wait()
+            yield
+        finally:
+            self._is_waiting = False
+
+    def _leave_wait(self) -> None:
+        if self.received is not None:
             raise Interrupted("stopped by a signal while waiting for the server", signal_number=self.received)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -48,6 +64,8 @@ class StopRequest:
             self.is_urgent = True
             raise Interrupted("interrupted twice: left without saving", signal_number=number)
         self.received = number
+        if self._is_waiting:
+            self._leave_wait()
 
 
 class StopAtBoundary(TrainerCallback):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import socket
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -84,15 +87,35 @@ def test_who_is_in_a_hurry_waits_for_no_save(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_wait_sees_the_stop_request_only_while_training() -> None:
+def test_a_signal_ends_a_wait_at_once() -> None:
+    stop = StopRequest()
+    read, write = socket.socketpair()
+    sender = threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    with read, write, stop.listening():
+        sender.start()
+        with pytest.raises(Interrupted) as problem, stop.interruptible():
+            read.recv(1)
+        assert problem.value.exit_code == 143
+    sender.join()
+
+
+def test_a_signal_that_came_before_the_wait_ends_it_too() -> None:
     stop = StopRequest()
     with stop.listening():
-        stop.check()
         signal.raise_signal(signal.SIGTERM)
-        with pytest.raises(Interrupted) as problem:
-            stop.check()
-        assert problem.value.exit_code == 143
-    stop.check()
+        with pytest.raises(Interrupted), stop.interruptible():
+            pytest.fail("not waited for")
+    with stop.interruptible():
+        """After the training nothing is interrupted any more."""
+
+
+def test_outside_of_a_wait_a_signal_is_only_noted() -> None:
+    stop = StopRequest()
+    with stop.listening():
+        with stop.interruptible():
+            """Nothing came."""
+        signal.raise_signal(signal.SIGTERM)
+    assert stop.received == signal.SIGTERM
 
 
 def test_a_second_interrupt_is_urgent() -> None:
