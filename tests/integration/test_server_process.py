@@ -11,14 +11,16 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 import yaml
 
 from axolotl.errors import EnvironmentFault
 from axolotl.serving.client import ServerClient
-from axolotl.serving.server_file import read_server_file
+from axolotl.serving.server_file import read_server_file, read_token
 from axolotl.serving.supervisor import ManagedServer, serve_command
+from tests.support.protocol_suite import generate_request
 from tests.support.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.integration
@@ -252,6 +254,71 @@ def test_two_servers_do_not_share_a_sync_dir(write_config: Callable[..., Path], 
         done = subprocess.run(serve_command(second), capture_output=True, text=True, timeout=60)
         assert done.returncode == 3
         assert done.stderr.startswith("ERROR E-ENV-04") and f"pid {first.pid}" in done.stderr
+
+
+DYING = """
+import asyncio, sys
+from axolotl.cli.main import main
+from axolotl.errors import ServerError
+from axolotl.scripts import vllm_serve_lora
+from tests.fakes.engine import FakeEngine
+
+class Dying(FakeEngine):
+    async def generate(self, *arguments):
+        self.death.set_result("killed by signal 9")
+        raise ServerError("the engine died", code="E-SRV-20")
+        yield
+
+    async def close(self):
+        print("closed", flush=True)
+        if HANGS:
+            await asyncio.Event().wait()
+
+async def create(name, settings):
+    return Dying()
+
+vllm_serve_lora.create_engine = create
+vllm_serve_lora.CLOSE_S = 0.2
+sys.argv = ["axolotl", "vllm-serve", CONFIG]
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_the_death_of_the_engine_ends_the_server(
+    write_config: Callable[..., Path], client: ServerClient, tmp_path: Path, port: int, hangs: bool
+) -> None:
+    """`/health/` says why for a moment, then the process ends so that whoever watches it can start another. An engine
+    that cannot even be closed does not keep it."""
+    program = DYING.replace("HANGS", repr(hangs)).replace("CONFIG", repr(str(write_config())))
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).resolve().parents[2],
+    )
+    try:
+        client.wait_ready()
+        url, headers = f"http://127.0.0.1:{port}", {"authorization": f"Bearer {read_token(tmp_path / 'sync')}"}
+        answer = httpx.post(f"{url}/generate/", json=generate_request().model_dump(), headers=headers)
+        assert (answer.status_code, answer.json()["code"]) == (500, "E-SRV-20")
+        healths = []
+        with contextlib.suppress(httpx.TransportError):
+            while process.poll() is None:
+                healths.append(httpx.get(f"{url}/health/").json())
+        assert {"status": "failed", "phase": "killed by signal 9"} in healths
+        output, errors = process.communicate(timeout=30)
+    finally:
+        process.kill()
+        process.communicate()
+    assert errors.splitlines() == [
+        "ERROR E-SRV-20  the engine can no longer serve",
+        "  why    killed by signal 9",
+        "  do     start the server again",
+    ]
+    assert process.returncode == 6 and "closed" in output
+    assert read_server_file(tmp_path / "sync") is None
 
 
 def test_another_serve_module_is_run_with_the_resolved_config(
