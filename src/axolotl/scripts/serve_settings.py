@@ -53,7 +53,8 @@ def engine_settings(config: AxolotlConfig, choice: EngineChoice, base_dir: Path)
     """
     model = resolve_model(config.base_model, base_dir)
     model_config = read_model_config(model, config.revision_of_model)
-    has_adapter = config.adapter is not None
+    # Without `vllm_lora_sync` an adapter reaches the server merged into full weights.
+    serves_adapters = config.adapter is not None and config.trl.vllm_lora_sync
     vllm = config.vllm
     return EngineSettings(
         model=model,
@@ -61,7 +62,7 @@ def engine_settings(config: AxolotlConfig, choice: EngineChoice, base_dir: Path)
         device=choice.device,
         dtype=resolve_server_dtype(vllm.dtype, device=choice.device, fallback=_checkpoint_dtype(model_config)),
         max_model_len=_max_model_len(vllm.max_model_len, model_config, choice.name),
-        max_lora_rank=config.lora_r if has_adapter else 0,
+        max_lora_rank=config.lora_r if serves_adapters else 0,
         max_loras=max_adapters(config),
         tensor_parallel_size=vllm.tensor_parallel_size,
         data_parallel_size=vllm.data_parallel_size,

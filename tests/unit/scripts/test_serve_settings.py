@@ -77,11 +77,17 @@ def test_every_option_reaches_the_engine(model: Path) -> None:
         "trust_remote_code": True,
         "reasoning_parser": "qwen3",
     }
-    config = make(model, vllm, adapter="lora", lora_r=24, seed=7)
+    trl = {"use_vllm": True, "vllm_lora_sync": True}
+    config = make(model, vllm, adapter="lora", lora_r=24, seed=7, trl=trl)
     settings = engine_settings(config, EngineChoice("vllm", "", "cuda"), model.parent)
     assert {key: getattr(settings, key) for key in vllm} == vllm
     assert (settings.model, settings.max_lora_rank, settings.max_loras, settings.seed) == (str(model), 24, 3, 7)
     assert (settings.device, settings.kv_cache_bytes) == ("cuda", None)
+
+
+def test_adapters_that_arrive_merged_need_no_room_in_the_engine(model: Path) -> None:
+    config = make(model, adapter="lora", lora_r=24, trl={"use_vllm": True, "vllm_lora_sync": False})
+    assert engine_settings(config, CPU, model.parent).max_lora_rank == 0
 
 
 def test_what_is_unset_comes_from_the_model_and_the_device(model: Path) -> None:

@@ -1,9 +1,14 @@
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
+
 import pytest
 
 from axolotl.errors import ConfigError, EnvironmentFault
-from axolotl.scripts.vllm_serve_lora import share_cores, start_failure
+from axolotl.scripts.vllm_serve_lora import end_of, share_cores, start_failure
+from axolotl.serving.app import ServerState
+from tests.fakes.engine import FakeEngine
 
 
 @pytest.mark.parametrize(
@@ -28,3 +33,24 @@ def test_whatever_stops_the_engine_is_one_line() -> None:
     assert start_failure(ValueError()).why == "ValueError: no message"
     ours = ConfigError("vllm.max_model_len is too large")
     assert start_failure(ours) is ours
+
+
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_the_end_of_an_engine_has_its_reason(tmp_path: Path, is_broken: bool) -> None:
+    """The engine says that it died, or the app has found it broken."""
+
+    async def run() -> str:
+        engine = FakeEngine()
+        state = ServerState(instance_id="i", token="t", sync_dir=tmp_path, max_held=3)
+        state.ready(engine)
+        end = asyncio.ensure_future(end_of(engine, state))
+        while engine.death is None:
+            await asyncio.sleep(0)
+        assert not end.done()
+        if is_broken:
+            state.failed("the weights are nobody's")
+        else:
+            engine.death.set_result("killed by signal 9")
+        return await asyncio.wait_for(end, 10)
+
+    assert asyncio.run(run()) == ("the weights are nobody's" if is_broken else "killed by signal 9")
