@@ -220,14 +220,15 @@ class TransformersEngine:
         try:
             yield
         except Exception as error:
-            self._fault = ServerError(
-                "the transformers engine cannot serve any more",
-                code="E-SRV-23",
-                why=f"it failed while {when} ({type(error).__name__})",
-                do="restart the server",
-            )
-            loop.call_soon_threadsafe(self._died.set)
-            raise self._fault from error
+            raise self._end(loop, "E-SRV-23", f"it failed while {when} ({type(error).__name__})") from error
+
+    def _end(self, loop: asyncio.AbstractEventLoop, code: str, why: str) -> ServerError:
+        """Worker thread only. Nothing is served from here on; returns what every request is told."""
+        self._fault = ServerError(
+            "the transformers engine cannot serve any more", code=code, why=why, do="restart the server"
+        )
+        loop.call_soon_threadsafe(self._died.set)
+        return self._fault
 
     @contextmanager
     def _cancellable(self, work: Callable[[Callable[[], bool]], T]) -> Iterator[asyncio.Future[T]]:
@@ -258,12 +259,29 @@ class TransformersEngine:
         if self._is_closing:
             raise ServerError("the engine gave up a request", code="E-SRV-21", why="the server is stopping")
 
+        loop = asyncio.get_running_loop()
+
         def run() -> T:
             if self._fault is not None:
                 raise self._fault
-            return work()
+            try:
+                return work()
+            except torch.AcceleratorError as error:
+                # The device's context is lost; every later call in this process fails as well.
+                raise self._end(loop, "E-SRV-20", f"the device failed ({_first_line(error)})") from error
+            except torch.OutOfMemoryError as error:
+                raise ServerError(
+                    "the engine failed on a request",
+                    code="E-SRV-21",
+                    why=f"out of memory on the device ({_first_line(error)})",
+                    do="lower trl.max_completion_length, or leave the server a larger part of the device",
+                ) from error
 
-        return asyncio.get_running_loop().run_in_executor(self._worker, run)
+        return loop.run_in_executor(self._worker, run)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
 
 
 def _hand_over(loop: asyncio.AbstractEventLoop, finished: asyncio.Queue[Group | None], group: Group) -> None:

@@ -406,6 +406,69 @@ def test_a_failure_half_way_is_the_end_of_the_engine(
     with_gate(body, free=0)
 
 
+@pytest.mark.parametrize(
+    ("fault", "code", "is_end"),
+    [(torch.AcceleratorError, "E-SRV-20", True), (torch.OutOfMemoryError, "E-SRV-21", False)],
+)
+def test_a_lost_device_is_the_end_and_too_little_memory_is_not(fault: type[Exception], code: str, is_end: bool) -> None:
+    faults = [fault("it failed\nand more")]
+
+    def fail(*_: object) -> None:
+        if faults:
+            raise faults.pop()
+
+    async def body(engine: TransformersEngine, gate: Gate) -> None:
+        gate.open()
+        engine._model.register_forward_pre_hook(fail)
+        death = asyncio.ensure_future(engine.died())
+        with pytest.raises(ServerError, match="engine") as caught:
+            await engine.score(PROMPTS, TOKENS, 1.0, 0)
+        assert caught.value.code == code and "(it failed)" in caught.value.why
+        if is_end:
+            assert await death == caught.value.why
+            with pytest.raises(ServerError, match="cannot serve any more"):
+                await engine.score(PROMPTS, TOKENS, 1.0, 0)
+        else:
+            await engine.score(PROMPTS, TOKENS, 1.0, 0)
+            assert not death.done()
+            death.cancel()
+
+    with_gate(body, free=0)
+
+
+def test_ten_runs_on_one_engine_are_ten_fresh_engines(
+    model_dir: Path, other_dir: Path, adapters: dict[int, Path]
+) -> None:
+    """Adapters, full weights and their order leave no trace beyond a reset: the same tokens and log-probs, bit for
+    bit."""
+    sampling = Sampling(n=2, max_tokens=8, temperature=0.9, top_p=0.8)
+
+    async def run(engine: TransformersEngine, number: int) -> object:
+        seeds = [[number, number + 1], [number + 2, number + 3]]
+        groups = [await all_groups(engine.generate(PROMPTS, sampling, seeds, 0))]
+        if number % 3 == 2:
+            await engine.load_weights(1, other_dir)
+        else:
+            await engine.load_adapter(1, adapters[1 + number % 2])
+        groups.append(await all_groups(engine.generate(PROMPTS, sampling, seeds, 1)))
+        return groups
+
+    async def reused(engine: TransformersEngine) -> None:
+        for number in range(10):
+            await engine.reset()
+            results.append(await run(engine, number))
+
+    async def fresh(engine: TransformersEngine) -> None:
+        alone.append(await run(engine, len(alone)))
+
+    results: list[object] = []
+    alone: list[object] = []
+    with_engine(model_dir, reused)
+    for _ in range(10):
+        with_engine(model_dir, fresh)
+    assert results == alone
+
+
 # Ends
 
 
