@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,7 +33,14 @@ class LiveServer:
     state: ServerState | None = None
 
     def client(self, timeout_s: float = 60.0) -> ServerClient:
-        return ServerClient(self.url, self.sync_dir, timeout_s, transport=httpx.HTTPTransport(verify=False))
+        """One that waits a tenth of a second at most: nothing here takes longer to come about."""
+        return ServerClient(
+            self.url,
+            self.sync_dir,
+            timeout_s,
+            transport=httpx.HTTPTransport(verify=False),
+            sleep=lambda seconds: time.sleep(min(seconds, 0.1)),
+        )
 
     @property
     def headers(self) -> dict[str, str]:

@@ -1,62 +1,65 @@
-"""The trainer's side of the HTTP protocol: the only module that knows URLs, retries and deadlines.
+"""The trainer's side of the HTTP protocol: one typed call a route.
 
-Every wait ends. Transport errors are retried until the deadline, since a request repeats without harm (its seeds
-decide its tokens); 4xx answers never are.
+    client.py ─► recovery.py   a lost server is a pause: again() decides, run() repeats
+              ├► holding.py    claim and pushed versions, and how to put them back
+              ├► streamed.py   groups as they come; reply.py checks that they belong to the request
+              ├► handshake.py  waiting until it is ready
+              └► transport.py  one exchange
+
+Every wait ends. A call repeats without harm, since seeds decide tokens; a refusal (4xx) is never repeated.
 """
 
 from __future__ import annotations
 
-import ipaddress
 import math
 import os
 import socket
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
 
 import httpx
-from pydantic import BaseModel, ValidationError
 
-from axolotl.errors import AxolotlError, NumericError, ServerError, SyncError
-from axolotl.serving.server_file import SERVER_FILE, TOKEN_VARIABLE, read_token
+from axolotl.errors import AxolotlError, ServerError
+from axolotl.serving import handshake
+from axolotl.serving.handshake import START_HINT, Say, Ticker, ask_info
+from axolotl.serving.holding import Holding
+from axolotl.serving.lease import Lease
+from axolotl.serving.recovery import Keeper, Patience, Recovery
+from axolotl.serving.reply import Answers
+from axolotl.serving.streamed import read_groups
+from axolotl.serving.transport import Lost, Transport, is_loopback
 from axolotl.serving.wire import (
-    INSTANCE_HEADER,
-    PROTOCOL_VERSION,
     AdapterResponse,
-    ErrorBody,
     Fingerprint,
     GenerateRequest,
     GenerateResponse,
-    Health,
+    Group,
+    Progress,
     Sampling,
     ServerInfo,
     SessionRequest,
     SessionResponse,
-    SetAdapterRequest,
 )
 
-CONNECT_TIMEOUT_S = 5.0
-CONTROL_TIMEOUT_S = 120.0
-RELEASE_TIMEOUT_S = 30.0
-POLL_INTERVAL_S = 2.0
-FIRST_POLL_INTERVAL_S = 0.1
-REPORT_INTERVAL_S = 30.0
-START_HINT = "start it: axolotl vllm-serve config.yaml"
+__all__ = ["Keeper", "ServerClient", "is_loopback"]
 
-Answer = TypeVar("Answer", bound=BaseModel)
+PROGRESS_TIMEOUT_S = 5.0
+RELEASE_TIMEOUT_S = 30.0
 
 
 class ServerClient:
-    """Synchronous, used from one thread at a time.
+    """Synchronous; used from any thread, and when the server is lost one of them recovers for all.
 
     Args:
         url: `http://host:port`.
         sync_dir: where the server left its token, unless `AXOLOTL_SERVER_TOKEN` gives it.
-        timeout_s: the longest time without an answer; also the deadline of `wait_ready`.
+        timeout_s: the longest time without contact or progress; also the deadline of `wait_ready`.
+        keeper: who can start the server again; None when that is a person.
+        say: gets a line when a pause begins, every 30 s, and when it ends.
         transport, sleep, clock: for tests.
     """
 
@@ -66,23 +69,20 @@ class ServerClient:
         sync_dir: Path,
         timeout_s: float,
         *,
+        keeper: Keeper | None = None,
+        say: Say = handshake.silent,
         transport: httpx.BaseTransport | None = None,
         sleep: Callable[[float], None] = time.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.url = url.rstrip("/")
-        self._sync_dir = sync_dir
         self._timeout_s = timeout_s
-        self._sleep = sleep
-        self._clock = clock
-        self._claim: SessionRequest | None = None
-        self._info: ServerInfo | None = None
-        self._http = httpx.Client(
-            base_url=self.url,
-            timeout=httpx.Timeout(CONNECT_TIMEOUT_S, read=timeout_s, write=timeout_s),
-            trust_env=not is_loopback(url),
-            transport=transport,
-        )
+        self._say = say
+        self._ticker = Ticker(sleep, clock)
+        self._transport = Transport(url, sync_dir, transport)
+        self._holding = Holding(self._transport, timeout_s, self._ticker)
+        self._recovery = Recovery(self._transport, self._holding, timeout_s, self._ticker, say, keeper)
+        self._lease: Lease | None = None
+        self._lease_s = math.inf
 
     def __enter__(self) -> ServerClient:
         return self
@@ -93,17 +93,30 @@ class ServerClient:
         self.close()
 
     @property
+    def url(self) -> str:
+        return self._transport.url
+
+    @property
     def info(self) -> ServerInfo:
-        """What `wait_ready` was told."""
-        assert self._info is not None, "call wait_ready first"
-        return self._info
+        """What the server said of itself last: in `wait_ready`, or when it came back."""
+        assert self._holding.info is not None, "call wait_ready first"
+        return self._holding.info
+
+    @property
+    def on_recovered(self) -> Callable[[], None] | None:
+        """Called when a server that had forgotten this run has been claimed and given its versions again, before
+        anything else is asked of it, on the thread that noticed. It may use this client; what it raises ends the run.
+        """
+        return self._holding.on_restored
+
+    @on_recovered.setter
+    def on_recovered(self, hook: Callable[[], None] | None) -> None:
+        self._holding.on_restored = hook
 
     def close(self) -> None:
-        self._http.close()
+        self._transport.close()
 
-    def wait_ready(
-        self, on_wait: Callable[[str], None] | None = None, *, check: Callable[[], None] = lambda: None
-    ) -> ServerInfo:
+    def wait_ready(self, on_wait: Say | None = None, *, check: Callable[[], None] = lambda: None) -> ServerInfo:
         """Return once the server can generate.
 
         Args:
@@ -115,56 +128,102 @@ class ServerClient:
                 something answers that is no server of ours or speaks another protocol; `E-SRV-03` it refuses the
                 token; `E-SRV-18` it failed to load, at once.
         """
-        started = self._clock()
-        deadline = started + self._timeout_s
-        next_report = started
-        interval = FIRST_POLL_INTERVAL_S
-        while (problem := self._poll()) is not None:
-            check()
-            now = self._clock()
-            if now >= deadline:
-                raise self._not_ready(problem)
-            if on_wait is not None and now >= next_report:
-                on_wait(f"waiting for the server at {self.url} ({problem.why}), {deadline - now:.0f} s left")
-                next_report = now + REPORT_INTERVAL_S
-            self._sleep(min(interval, deadline - now))
-            interval = min(POLL_INTERVAL_S, 2 * interval)
-        self._info = self._handshake()
-        return self._info
+        handshake.wait_ready(self._transport, self._timeout_s, self._ticker, on_wait or self._say, check)
+        try:
+            self._holding.info = ask_info(self._transport)
+        except Lost as lost:
+            raise ServerError(
+                f"the server at {self.url} was there and is gone",
+                code="E-SRV-01",
+                why=f"it {lost.reason}",
+                do=START_HINT,
+            ) from lost
+        return self.info
 
-    def claim(self, run_id: str, fingerprint: Fingerprint) -> SessionResponse:
-        """Make the server work for this run: adapters and caches of earlier runs are dropped.
+    def claim(self, run_id: str, fingerprint: Fingerprint, sampling: Sampling | None = None) -> SessionResponse:
+        """Make the server work for this run: adapters, weights and caches of earlier runs are dropped.
+
+        Args:
+            sampling: what the run will sample with.
 
         Raises:
             ServerError: `E-SRV-06` another live run holds it, `E-SRV-07` its model is not the one being trained.
+            ConfigError: `E-SRV-19` the engine does not support an option of `sampling`.
         """
-        request = SessionRequest(run_id=run_id, host=socket.gethostname(), pid=os.getpid(), fingerprint=fingerprint)
-        response = self._post("/session/", request, SessionResponse, CONTROL_TIMEOUT_S)
-        self._claim = request
+        request = SessionRequest(
+            run_id=run_id, host=socket.gethostname(), pid=os.getpid(), fingerprint=fingerprint, sampling=sampling
+        )
+        response = self._recovery.run("claim", lambda: self._holding.claim(request))
+        self._lease_s = response.lease_s
         return response
+
+    @contextmanager
+    def renewing(self) -> Iterator[None]:
+        """Keep the claim alive during the block. When another run has taken the server all the same, the next call
+        raises its `E-SRV-06`."""
+        assert self._holding.claimed is not None, "claim the server first"
+        with Lease(self._transport.another(), self._holding.claimed, self._lease_s) as lease:
+            self._lease = lease
+            try:
+                yield
+            finally:
+                self._lease = None
 
     def release(self) -> None:
         """Give the server back. Does nothing without a claim; a server that is gone is released already."""
-        if self._claim is None:
+        claimed, self._holding.claimed = self._holding.claimed, None
+        if claimed is None:
             return
-        body = self._claim.model_copy(update={"action": "release"}).model_dump()
-        self._claim = None
-        with suppress(httpx.TransportError):
-            self._http.post("/session/", json=body, headers=self._headers(), timeout=RELEASE_TIMEOUT_S)
+        body = claimed.model_copy(update={"action": "release", "sampling": None})
+        with suppress(Lost, AxolotlError):
+            self._transport.post("/session/", body, SessionResponse, RELEASE_TIMEOUT_S, None)
 
-    def generate(self, request: GenerateRequest) -> GenerateResponse:
-        """Completions of `request`, checked against it; asked for by the run of the claim, if there is one.
+    def generate(
+        self, request: GenerateRequest, on_group: Callable[[Group], None] = lambda group: None
+    ) -> GenerateResponse:
+        """Completions of `request`, in the order of its prompts; asked for by the run of the claim, if there is one.
+
+        A server that is lost meanwhile is waited for, and asked again for what is missing.
+
+        Args:
+            on_group: gets each group once, as soon as it is finished and checked. It may take its time.
 
         Raises:
-            ServerError: `E-SRV-04` no answer within the timeout, or the server was restarted; `E-SRV-09` an answer
-                that does not fit the request; `E-SRV-06` another run has taken the server; the server's own code for
-                a request it refuses.
+            ServerError: `E-SRV-04` the server did not come back, `E-SRV-05` it makes no progress, within the timeout;
+                `E-SRV-09` an answer that does not fit the request; `E-SRV-06` another run has taken the server; the
+                server's own code for a request it refuses.
         """
-        if self._claim is not None:
-            request = request.model_copy(update={"run_id": self._claim.run_id})
-        response = self._post("/generate/", request, GenerateResponse, self._timeout_s)
-        check_reply(request, response, self.info)
-        return response
+        groups = []
+        with closing(self.stream(request)) as finished:
+            for group in finished:
+                on_group(group)
+                groups.append(group)
+        return GenerateResponse(
+            request_id=request.request_id,
+            instance_id=self.info.instance_id,
+            adapter_version=request.adapter_version,
+            groups=sorted(groups, key=lambda group: group.index),
+        )
+
+    def stream(self, request: GenerateRequest) -> Generator[Group, None, None]:
+        """`generate`, as an iterator of groups in the order in which they finish. Close it to abort what is left."""
+        self._check_lease()
+        claimed = self._holding.claimed
+        run_id = claimed.run_id if claimed is not None else request.run_id
+        vocab_size = self.info.fingerprint.summary.get("vocab_size")
+        answers = Answers(
+            request.model_copy(update={"run_id": run_id, "stream": True}),
+            vocab_size if isinstance(vocab_size, int) else None,
+        )
+        patience = self._recovery.patience("generate")
+        while not answers.is_complete:
+            patience.instance_id = self._holding.instance_id
+            try:
+                yield from self._attempt(answers, patience)
+            except Lost as lost:
+                if not answers.is_complete:
+                    self._recovery.again(lost, patience)
+        self._recovery.served(patience)
 
     def score(
         self,
@@ -193,232 +252,48 @@ class ServerClient:
         Raises:
             SyncError: the server refused it, or confirms something else.
         """
-        assert self._claim is not None, "claim the server first"
-        body = SetAdapterRequest(run_id=self._claim.run_id, version=version, manifest_sha256=manifest_sha256)
-        response = self._post("/set_lora_adapter/", body, AdapterResponse, CONTROL_TIMEOUT_S, SyncError)
-        if (response.adapter_version, response.manifest_sha256) != (version, manifest_sha256):
-            raise SyncError(
-                f"the server confirms adapter version {response.adapter_version}, pushed was {version}",
-                code="E-SYN-01",
-            )
-        return response
+        self._check_lease()
+        return self._recovery.run("set_lora_adapter", lambda: self._holding.push("adapter", version, manifest_sha256))
+
+    def set_weights(self, version: int, manifest_sha256: str) -> AdapterResponse:
+        """Have the server replace its weights by a published version of this run's.
+
+        Raises:
+            SyncError: the server refused it, or confirms something else.
+        """
+        self._check_lease()
+        return self._recovery.run("set_weights", lambda: self._holding.push("weights", version, manifest_sha256))
 
     def clear_adapter(self) -> AdapterResponse:
         """Have the server go back to the base model."""
-        return self._post("/clear_lora_adapter/", None, AdapterResponse, CONTROL_TIMEOUT_S, SyncError)
+        self._check_lease()
+        return self._recovery.run("clear_lora_adapter", self._holding.clear)
 
-    def _poll(self) -> ServerError | None:
-        """Why the server cannot be used yet, None when it can. Raises at once when it never will."""
-        try:
-            reply = self._http.get("/health/", timeout=CONNECT_TIMEOUT_S)
-        except httpx.TimeoutException:
-            return _absent("accepts no connection or never answers")
-        except httpx.TransportError as error:
-            return _absent("connection refused" if isinstance(error, httpx.ConnectError) else _reason(error))
-        try:
-            health = Health.model_validate_json(reply.content)
-        except ValidationError:
-            server = reply.headers.get("server", "unknown")
-            return ServerError(
-                f"{self.url} is not an axolotl server",
-                code="E-SRV-02",
-                why=f"HTTP {reply.status_code} to /health/ (Server: {server})",
-                do="is another service on this port? set vllm.port",
-            )
-        if health.status == "failed":
-            raise ServerError(
-                f"the server at {self.url} failed to start", code="E-SRV-18", why=health.phase, do="see its own output"
-            )
-        return None if health.status == "ok" else _absent(f"still loading: {health.phase}")
+    def progress(self) -> Progress:
+        """The server's counters, now. Asks once.
 
-    def _not_ready(self, problem: ServerError) -> ServerError:
-        if problem.code == "E-SRV-02":
-            return problem
-        return ServerError(
-            f"no server at {self.url} after {self._timeout_s:.0f} s ({problem.why})",
-            code="E-SRV-01",
-            why="trl.vllm_server_timeout is over",
-            do=START_HINT,
-        )
-
-    def _handshake(self) -> ServerInfo:
+        Raises:
+            ServerError: `E-SRV-04` nobody answers.
+        """
         try:
-            reply = self._http.get("/server_info/", headers=self._headers(), timeout=CONTROL_TIMEOUT_S)
-        except httpx.TransportError as error:
-            raise ServerError(
-                f"the server at {self.url} was there and is gone", code="E-SRV-01", why=_reason(error), do=START_HINT
-            ) from error
+            reply = self._transport.get("/progress/", PROGRESS_TIMEOUT_S)
+        except Lost as lost:
+            raise ServerError(f"the server at {self.url} {lost.reason}", code="E-SRV-04", do=START_HINT) from lost
         if reply.status_code == 401:
-            raise self._token_refused()
-        protocol = _protocol_of(reply)
-        if reply.status_code != 200 or protocol != PROTOCOL_VERSION:
-            raise ServerError(
-                f"{self.url} does not speak this protocol",
-                code="E-SRV-02",
-                why=f"protocol {protocol}, this program speaks {PROTOCOL_VERSION} (HTTP {reply.status_code})",
-                do="run the same version of axolotl on both sides",
-            )
+            raise self._transport.token_refused()
+        return self._transport.parse(reply, Progress)
+
+    def _attempt(self, answers: Answers, patience: Patience) -> Iterator[Group]:
+        """The groups of one exchange."""
+        request = answers.missing()
         try:
-            return ServerInfo.model_validate_json(reply.content)
-        except ValidationError as problem:
-            raise self._no_answer_of_ours(reply, problem) from problem
+            with self._transport.lines("/generate/", request, patience.contact_s(), patience.instance_id) as lines:
+                yield from read_groups(lines, answers, patience, self._ticker.clock)
+        except AxolotlError as error:
+            if (meant := self._holding.explain(error, request.adapter_version)) is not error:
+                raise meant from error
+            raise
 
-    def _post(
-        self,
-        path: str,
-        body: BaseModel | None,
-        answer: type[Answer],
-        timeout_s: float,
-        error: type[AxolotlError] = ServerError,
-    ) -> Answer:
-        """One exchange, repeated on transport errors and 503 until `timeout_s` have passed without an answer."""
-        content = body.model_dump_json() if body is not None else "{}"
-        deadline = self._clock() + timeout_s
-        interval = FIRST_POLL_INTERVAL_S
-        while True:
-            is_slow = False
-            try:
-                reply = self._http.post(
-                    path,
-                    content=content,
-                    headers={**self._headers(), "content-type": "application/json"},
-                    timeout=httpx.Timeout(
-                        CONNECT_TIMEOUT_S, read=max(0.1, deadline - self._clock()), write=CONTROL_TIMEOUT_S
-                    ),
-                )
-                reason = f"HTTP {reply.status_code}"
-            except httpx.TransportError as transport_error:
-                reply = None
-                reason = _reason(transport_error)
-                is_slow = isinstance(transport_error, httpx.ReadTimeout)
-            if reply is not None:
-                self._check_instance(reply)
-                if reply.status_code != 503:
-                    return self._answer(reply, answer, error)
-            if self._clock() + interval >= deadline:
-                raise self._lost(path, reason, timeout_s, is_slow=is_slow)
-            self._sleep(interval)
-            interval = min(POLL_INTERVAL_S, 2 * interval)
-
-    def _lost(self, path: str, reason: str, timeout_s: float, *, is_slow: bool) -> ServerError:
-        """is_slow: it took the request and gave no answer, so that it may still be at work."""
-        if path == "/generate/" and is_slow:
-            return ServerError(
-                f"the server at {self.url} did not finish one request within trl.vllm_server_timeout",
-                code="E-SRV-04",
-                why=f"no answer for {timeout_s:.0f} s, which is the limit of each request",
-                do="raise trl.vllm_server_timeout, then rerun train with --resume",
-            )
-        return ServerError(
-            f"the server at {self.url} is lost ({path.strip('/')})",
-            code="E-SRV-04",
-            why=f"{reason}; no answer for {timeout_s:.0f} s",
-            do=START_HINT + ", then rerun train with --resume",
-        )
-
-    def _answer(self, reply: httpx.Response, answer: type[Answer], error: type[AxolotlError]) -> Answer:
-        if reply.status_code == 401:
-            raise self._token_refused()
-        try:
-            if reply.status_code == 200:
-                return answer.model_validate_json(reply.content)
-            body = ErrorBody.model_validate_json(reply.content)
-        except ValidationError as problem:
-            raise self._no_answer_of_ours(reply, problem) from problem
-        if body.code.startswith("E-NUM"):
-            error = NumericError
-        raise error(f"server: {body.what}", code=body.code, why=body.why, do=body.do)
-
-    def _no_answer_of_ours(self, reply: httpx.Response, problem: ValidationError) -> ServerError:
-        return ServerError(
-            f"{self.url} gave an answer that is not of this protocol",
-            code="E-SRV-09",
-            why=f"HTTP {reply.status_code}, {problem.error_count()} problems in the body",
-            do="run the same version of axolotl on both sides",
-        )
-
-    def _check_instance(self, reply: httpx.Response) -> None:
-        instance = reply.headers.get(INSTANCE_HEADER)
-        if self._info is not None and instance is not None and instance != self._info.instance_id:
-            raise ServerError(
-                f"the server at {self.url} was restarted during the run",
-                code="E-SRV-04",
-                why=f"instance {self._info.instance_id} is gone, {instance} answers and has no adapter",
-                do="rerun train with --resume",
-            )
-
-    def _headers(self) -> dict[str, str]:
-        token = read_token(self._sync_dir)
-        return {"authorization": f"Bearer {token}"} if token else {}
-
-    def _token_refused(self) -> ServerError:
-        given = "AXOLOTL_SERVER_TOKEN" if os.environ.get(TOKEN_VARIABLE) else str(self._sync_dir / SERVER_FILE)
-        return ServerError(
-            f"the server at {self.url} refuses the token",
-            code="E-SRV-03",
-            why=f"the token was taken from {given}",
-            do="give trainer and server the same vllm.sync_dir, or the same AXOLOTL_SERVER_TOKEN",
-        )
-
-
-def is_loopback(url: str) -> bool:
-    host = httpx.URL(url).host
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def check_reply(request: GenerateRequest, response: GenerateResponse, info: ServerInfo) -> None:
-    """Raise `E-SRV-09` unless the answer is one to this request: ids, counts, order, lengths, version, instance."""
-    expected = {
-        "request_id": (response.request_id, request.request_id),
-        "instance_id": (response.instance_id, info.instance_id),
-        "adapter_version": (response.adapter_version, request.adapter_version),
-        "groups": ([group.index for group in response.groups], list(range(len(request.prompts)))),
-    }
-    for name, (got, wanted) in expected.items():
-        if got != wanted:
-            raise _bad_reply(f"{name} is {got!r}, asked was {wanted!r}")
-    vocab_size = info.fingerprint.summary.get("vocab_size")
-    num_completions = 1 if request.score_ids is not None else request.sampling.n
-    for group in response.groups:
-        if len(group.completions) != num_completions:
-            raise _bad_reply(f"group {group.index} has {len(group.completions)} completions, not {num_completions}")
-        for position, completion in enumerate(group.completions):
-            name = f"completion {position} of group {group.index}"
-            ids = completion.ids
-            if len(ids) != len(completion.logprobs):
-                raise _bad_reply(f"{name} has {len(ids)} tokens and {len(completion.logprobs)} log-probs")
-            if request.score_ids is not None and ids != request.score_ids[group.index]:
-                raise _bad_reply(f"{name} scores other tokens than asked")
-            if request.score_ids is None and not 1 <= len(ids) <= request.sampling.max_tokens:
-                raise _bad_reply(f"{name} has {len(ids)} tokens, max_tokens is {request.sampling.max_tokens}")
-            if vocab_size is not None and not all(0 <= token < vocab_size for token in ids):
-                raise _bad_reply(f"{name} has a token outside the vocabulary of {vocab_size}")
-
-
-def _bad_reply(why: str) -> ServerError:
-    return ServerError("the server's answer does not fit the request", code="E-SRV-09", why=why, do="please report")
-
-
-def _absent(why: str) -> ServerError:
-    return ServerError("no server", code="E-SRV-01", why=why)
-
-
-def _reason(error: httpx.TransportError) -> str:
-    if isinstance(error, httpx.ConnectError):
-        return "connection refused"
-    if isinstance(error, httpx.TimeoutException):
-        return "no answer"
-    return str(error) or type(error).__name__
-
-
-def _protocol_of(reply: httpx.Response) -> object:
-    try:
-        body = reply.json()
-    except ValueError:
-        return None
-    return body.get("protocol") if isinstance(body, dict) else None
+    def _check_lease(self) -> None:
+        if self._lease is not None and self._lease.problem is not None:
+            raise self._lease.problem

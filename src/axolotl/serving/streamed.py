@@ -1,0 +1,74 @@
+"""Reading a streamed answer: groups as they come, slow told from hung."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from pydantic import ValidationError
+
+from axolotl.serving.recovery import Patience
+from axolotl.serving.reply import Answers, bad_reply
+from axolotl.serving.transport import Lost, refusal
+from axolotl.serving.wire import (
+    STREAM_LINE,
+    Group,
+    StreamEnd,
+    StreamError,
+    StreamGroup,
+    StreamLine,
+    StreamProgress,
+    StreamStart,
+)
+
+
+def read_groups(
+    lines: Iterator[bytes], answers: Answers, patience: Patience, clock: Callable[[], float]
+) -> Iterator[Group]:
+    """The groups of one exchange, checked and counted into `answers`.
+
+    Any line is contact. A group is progress, and so is a work counter that grew; there is no limit to how long slow
+    progress may take. The time that the caller spends with a group does not count.
+
+    Raises:
+        Lost: the answer broke off, or the counter stood still for `patience.timeout_s` (`is_hung`).
+        ServerError: `E-SRV-09` a line that does not fit; the server's own error.
+    """
+    is_started = is_ended = False
+    work: int | None = None
+    moved_at = clock()
+    for raw in lines:
+        patience.heard()
+        line = _parse(raw)
+        if is_ended or is_started == isinstance(line, StreamStart):
+            raise bad_reply(f"a line of type {line.type} where none belongs")
+        match line:
+            case StreamStart():
+                answers.check_start(line, patience.instance_id or "")
+                is_started = True
+            case StreamGroup():
+                group = answers.add(line.group)
+                patience.moved()
+                yield group
+                patience.heard()
+                moved_at = clock()
+            case StreamProgress():
+                if work is not None and line.work > work:
+                    patience.moved()
+                    moved_at = clock()
+                elif clock() - moved_at >= patience.timeout_s:
+                    raise Lost(f"processed 0 tokens in {patience.timeout_s:.0f} s", is_hung=True)
+                work = line.work
+            case StreamError():
+                raise refusal(line.status, line.error)
+            case StreamEnd():
+                answers.check_end()
+                is_ended = True
+    if not is_ended:
+        raise Lost("cut its answer short")
+
+
+def _parse(raw: bytes) -> StreamLine:
+    try:
+        return STREAM_LINE.validate_json(raw)
+    except ValidationError as problem:
+        raise bad_reply(f"a line of {len(raw)} bytes that is not of this protocol") from problem

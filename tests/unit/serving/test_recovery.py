@@ -1,0 +1,402 @@
+"""A lost, restarted or hung server is a pause: nothing is asked for twice, nothing is missing, and every pause ends."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from axolotl.errors import ServerError, SyncError
+from axolotl.serving.client import ServerClient
+from axolotl.serving.holding import Holding
+from axolotl.serving.wire import ErrorBody, Group
+from tests.fakes.engine import FAKE_FINGERPRINT
+from tests.fakes.server import Fault, FaultKind, ScriptedServer
+from tests.support.requests import expected, request_for
+
+Connect = Callable[..., ServerClient]
+DIGESTS = {version: str(version) * 64 for version in range(1, 10)}
+SHORT_S = 0.4
+
+
+def prompts_asked(server: ScriptedServer) -> list[list[int]]:
+    return [[prompt[0] for prompt in body["prompts"]] for body in server.bodies("/generate/")]
+
+
+class FakeKeeper:
+    """Notes what it is asked, and does what the test gave it."""
+
+    def __init__(self, on_revive: Callable[[str, bool], None] = lambda instance_id, is_hung: None) -> None:
+        self.revived: list[tuple[str, bool]] = []
+        self.answered: list[str] = []
+        self.num_checks = 0
+        self._on_revive = on_revive
+
+    def revive(self, instance_id: str, *, is_hung: bool) -> None:
+        self.revived.append((instance_id, is_hung))
+        self._on_revive(instance_id, is_hung)
+
+    def check_alive(self) -> None:
+        self.num_checks += 1
+
+    def served(self, instance_id: str) -> None:
+        self.answered.append(instance_id)
+
+
+# What is asked again
+
+
+@pytest.mark.parametrize("kind", ["cut", "half-line", "restart"])
+@pytest.mark.parametrize("after", [0, 1, 2])
+def test_only_what_is_missing_is_asked_for_again(
+    kind: FaultKind, after: int, server: ScriptedServer, connect: Connect
+) -> None:
+    server.faults = [Fault(kind, after=after)]
+    seen: list[Group] = []
+    request = request_for(3)
+    response = connect().generate(request, seen.append)
+    assert response.groups == expected(request).groups
+    assert [group.index for group in seen] == [0, 1, 2]
+    assert prompts_asked(server) == [[1, 2, 3], [1, 2, 3][after:]]
+    assert response.instance_id == server.instance_id
+
+
+def test_an_answer_cut_after_its_last_group_is_complete(server: ScriptedServer, connect: Connect) -> None:
+    server.faults = [Fault("cut", after=3)]
+    request = request_for(3)
+    assert connect().generate(request) == expected(request)
+    assert len(prompts_asked(server)) == 1
+
+
+def test_it_may_be_cut_again_and_again(server: ScriptedServer, connect: Connect) -> None:
+    server.faults = [Fault(kind, after=1) for kind in ("cut", "restart", "cut", "restart")]
+    request = request_for(6)
+    response = connect(sleep=lambda s: None).generate(request)
+    assert response.groups == expected(request).groups
+    assert prompts_asked(server) == [[1, 2, 3, 4, 5, 6][start:] for start in range(5)]
+
+
+def test_seeds_and_scored_tokens_stay_with_their_prompts(server: ScriptedServer, connect: Connect) -> None:
+    server.faults = [Fault("cut", after=1)]
+    client = connect()
+    assert client.score([[1], [2], [3]], [[7], [8], [9]], 1.0, 0) == [[-1.07], [-1.08], [-1.09]]
+    assert [body["score_ids"] for body in server.bodies("/generate/")] == [[[7], [8], [9]], [[8], [9]]]
+
+
+# A server that forgot the run
+
+
+def test_a_restarted_server_is_claimed_and_gets_its_versions_again(server: ScriptedServer, connect: Connect) -> None:
+    client = connect()
+    proofs: list[list[int]] = []
+    client.on_recovered = lambda: proofs.append(sorted(server.loaded))
+    client.claim("r", FAKE_FINGERPRINT)
+    for version in (1, 2, 3):
+        client.set_adapter(version, DIGESTS[version])
+    server.faults = [Fault("restart", after=1)]
+    server.calls.clear()
+    request = request_for(version=3)
+    response = client.generate(request)
+    assert response == expected(request, "instance-2")
+    assert server.routes() == ["/generate/", "/session/", "/set_lora_adapter/", "/set_lora_adapter/", "/generate/"]
+    assert [body["version"] for body in server.bodies("/set_lora_adapter/")] == [2, 3]
+    assert proofs == [[2, 3]]
+
+
+def test_full_weights_are_pushed_again_alone(server: ScriptedServer, connect: Connect) -> None:
+    client = connect()
+    client.claim("r", FAKE_FINGERPRINT)
+    client.set_weights(1, DIGESTS[1])
+    client.set_weights(2, DIGESTS[2])
+    server.restart()
+    server.calls.clear()
+    assert client.generate(request_for(version=2)).instance_id == "instance-2"
+    assert server.routes() == ["/generate/", "/session/", "/set_weights/", "/generate/"]
+
+
+def test_a_push_to_a_restarted_server_brings_the_versions_before_it(server: ScriptedServer, connect: Connect) -> None:
+    client = connect()
+    client.claim("r", FAKE_FINGERPRINT)
+    client.set_adapter(1, DIGESTS[1])
+    server.restart()
+    assert client.set_adapter(2, DIGESTS[2]).loaded_versions == [1, 2]
+    assert client.generate(request_for(version=1)).instance_id == "instance-2"
+
+
+def test_a_session_that_was_lost_without_a_restart_is_taken_again(server: ScriptedServer, connect: Connect) -> None:
+    client = connect()
+    client.claim("r", FAKE_FINGERPRINT)
+    client.set_adapter(1, DIGESTS[1])
+    server.faults = [Fault("forget")]
+    request = request_for(version=1)
+    assert client.generate(request) == expected(request)
+    server.forget()
+    assert client.set_adapter(2, DIGESTS[2]).loaded_versions == [1, 2]
+
+
+def test_a_version_that_is_missing_is_pushed_again_if_it_was_confirmed(
+    server: ScriptedServer, connect: Connect
+) -> None:
+    client = connect()
+    client.claim("r", FAKE_FINGERPRINT)
+    client.set_adapter(1, DIGESTS[1])
+    server.loaded.clear()
+    assert client.generate(request_for(version=1)) == expected(request_for(version=1))
+    with pytest.raises(ServerError, match="version 7 is not held"):
+        client.generate(request_for(version=7))
+
+
+def test_a_server_that_another_run_took_is_not_taken_back(server: ScriptedServer, connect: Connect) -> None:
+    client = connect()
+    client.claim("r", FAKE_FINGERPRINT)
+    server.run_id = "another"
+    for call in (lambda: client.generate(request_for()), lambda: client.set_adapter(1, DIGESTS[1])):
+        with pytest.raises(ServerError) as problem:
+            call()
+        assert problem.value.code == "E-SRV-06"
+    assert server.run_id == "another"
+
+
+def test_another_model_after_a_restart_ends_the_run_at_once(server: ScriptedServer, connect: Connect) -> None:
+    client = connect()
+    client.claim("r", FAKE_FINGERPRINT)
+    server.restart()
+    server.fingerprint = FAKE_FINGERPRINT.model_copy(update={"weights": "w2", "base_model": "other"})
+    with pytest.raises(ServerError, match="came back with another model: other") as problem:
+        client.generate(request_for())
+    assert problem.value.code == "E-SRV-07" and "weights" in problem.value.why
+
+
+def test_the_proof_may_use_the_client_and_is_repeated_when_the_server_goes_again(
+    server: ScriptedServer, connect: Connect
+) -> None:
+    client = connect()
+    scores: list[list[list[float]]] = []
+    client.on_recovered = lambda: scores.append(client.score([[1]], [[7]], 1.0, 1))
+    client.claim("r", FAKE_FINGERPRINT)
+    client.set_adapter(1, DIGESTS[1])
+    server.faults = [Fault("restart"), Fault("restart"), Fault("cut")]
+    request = request_for(version=1)
+    assert client.generate(request) == expected(request, "instance-3")
+    assert scores == [[[-2.07]]]
+
+
+def test_what_the_proof_raises_ends_the_run(server: ScriptedServer, connect: Connect) -> None:
+    def proof() -> None:
+        raise ValueError("no effect")
+
+    client = connect()
+    client.on_recovered = proof
+    client.claim("r", FAKE_FINGERPRINT)
+    server.faults = [Fault("restart")]
+    with pytest.raises(ValueError, match="no effect"):
+        client.generate(request_for())
+
+
+# Waiting
+
+
+def test_a_pause_is_told_when_it_begins_every_thirty_seconds_and_when_it_ends(
+    server: ScriptedServer, connect: Connect
+) -> None:
+    now = [0.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    said: list[tuple[float, str]] = []
+    client = connect(100.0, clock=lambda: now[0], sleep=sleep, say=lambda line: said.append((now[0], line)))
+    server.faults = [Fault("restart", after=1)]
+    server.health = ["loading"] * 35
+    client.generate(request_for())
+    begin, first, second, end = said
+    assert begin[0] == 0 and begin[1].startswith("pause (generate): the server at http")
+    assert "waiting up to 100 s" in begin[1]
+    assert 30 <= first[0] < 33 and 60 <= second[0] < 64 and "loading: weights" in first[1]
+    assert end[1].startswith("the server is back after 6")
+
+
+def test_a_server_that_is_loading_or_whose_engine_died_is_waited_for(server: ScriptedServer, connect: Connect) -> None:
+    refusals = [(503, "E-SRV-17"), (500, "E-SRV-20"), (500, "E-SRV-21")]
+    server.faults = [Fault("refuse", status=status, body=ErrorBody(code=code, what="x")) for status, code in refusals]
+    client = connect(sleep=lambda s: None)
+    server.health = ["loading", "failed", "stranger"]
+    request = request_for()
+    assert client.generate(request) == expected(request)
+    assert len(prompts_asked(server)) == 4
+
+
+def test_a_busy_server_is_asked_again_without_a_pause(server: ScriptedServer, connect: Connect) -> None:
+    said: list[str] = []
+    server.faults = [Fault("refuse", status=429, body=ErrorBody(code="E-SRV-30", what="busy"))] * 3
+    waited: list[float] = []
+    client = connect(sleep=waited.append, say=said.append)
+    client.generate(request_for())
+    assert waited == [0.1, 0.2, 0.4] and said == []
+
+
+def test_a_busy_server_is_given_up_with_its_own_words(server: ScriptedServer, connect: Connect) -> None:
+    server.faults = [Fault("refuse", status=503, body=ErrorBody(code="E-SYN-08", what="no room"))] * 1000
+    with pytest.raises(SyncError, match="no room"):
+        connect(SHORT_S).generate(request_for())
+
+
+def test_a_request_that_the_engine_fails_twice_is_not_asked_a_third_time(
+    server: ScriptedServer, connect: Connect
+) -> None:
+    server.faults = [Fault("refuse", status=500, body=ErrorBody(code="E-SRV-21", what="failed to generate"))] * 9
+    with pytest.raises(ServerError, match="failed to generate"):
+        connect().generate(request_for())
+    assert len(prompts_asked(server)) == 2
+
+
+def test_a_server_that_stays_away_is_lost_at_the_deadline(server: ScriptedServer, connect: Connect) -> None:
+    client = connect(SHORT_S)
+    client.claim("r", FAKE_FINGERPRINT)
+    server.faults = [Fault("die", after=1)]
+    began = time.monotonic()
+    with pytest.raises(ServerError, match=r"is lost \(generate\)") as problem:
+        client.generate(request_for())
+    assert SHORT_S <= time.monotonic() - began < SHORT_S + 2
+    assert problem.value.code == "E-SRV-04" and "--resume" in problem.value.do
+    for part in ("refuses connections", "trl.vllm_server_timeout", "last healthy", "instance instance-1"):
+        assert part in problem.value.why
+
+
+def test_a_server_that_never_answers_health_again_is_lost(server: ScriptedServer, connect: Connect) -> None:
+    client = connect(SHORT_S)
+    server.faults = [Fault("restart")]
+    server.health = ["silent"] * 100
+    with pytest.raises(ServerError) as problem:
+        client.generate(request_for())
+    assert problem.value.code == "E-SRV-04" and "does not answer" in problem.value.why
+
+
+def test_losing_it_again_and_again_without_progress_ends_at_the_same_deadline(
+    server: ScriptedServer, connect: Connect
+) -> None:
+    client = connect(SHORT_S)
+    server.faults = [Fault("restart")] * 1000
+    began = time.monotonic()
+    with pytest.raises(ServerError) as problem:
+        client.generate(request_for())
+    assert problem.value.code in {"E-SRV-04", "E-SRV-05"}
+    assert time.monotonic() - began < SHORT_S + 2
+
+
+# Slow and hung
+
+
+def test_a_healthy_server_whose_requests_stall_makes_no_progress(server: ScriptedServer, connect: Connect) -> None:
+    """The handshake is well, then every request is taken and never answered (TRL issue 6973)."""
+    server.faults = [Fault("silent")] * 100
+    began = time.monotonic()
+    with pytest.raises(ServerError, match="alive but makes no progress") as problem:
+        connect(5.0).generate(request_for())
+    assert problem.value.code == "E-SRV-05"
+    assert 5 <= time.monotonic() - began < 10
+
+
+def test_lines_without_progress_are_a_hung_engine(server: ScriptedServer, connect: Connect) -> None:
+    server.faults = [Fault("stall", after=1)]
+    with pytest.raises(ServerError, match="makes no progress") as problem:
+        connect(SHORT_S).generate(request_for())
+    assert problem.value.code == "E-SRV-05" and "0 tokens" in problem.value.why
+    assert len(prompts_asked(server)) == 1
+
+
+def test_slow_progress_never_expires(server: ScriptedServer, connect: Connect) -> None:
+    server.faults = [Fault("slow", after=120)]
+    request = request_for()
+    began = time.monotonic()
+    assert connect(0.2).generate(request) == expected(request)
+    assert time.monotonic() - began > 2 * 0.2
+
+
+def test_the_time_that_the_caller_takes_does_not_count(server: ScriptedServer, connect: Connect) -> None:
+    now = [0.0]
+
+    def slow_scoring(group: Group) -> None:
+        now[0] += 1000
+
+    request = request_for()
+    assert connect(60.0, clock=lambda: now[0]).generate(request, slow_scoring) == expected(request)
+
+
+# With a keeper
+
+
+def test_a_managed_server_that_ended_is_revived_and_gets_everything_again(
+    server: ScriptedServer, connect: Connect
+) -> None:
+    keeper = FakeKeeper(lambda instance_id, is_hung: server.start())
+    client = connect(keeper=keeper)
+    client.claim("r", FAKE_FINGERPRINT)
+    client.set_adapter(1, DIGESTS[1])
+    server.faults = [Fault("die", after=1)]
+    request = request_for(version=1)
+    assert client.generate(request) == expected(request, "instance-2")
+    assert keeper.revived == [("instance-1", False)]
+    assert keeper.answered == ["instance-2"]
+
+
+def test_a_managed_server_that_hangs_is_killed(server: ScriptedServer, connect: Connect) -> None:
+    keeper = FakeKeeper(lambda instance_id, is_hung: server.restart())
+    client = connect(SHORT_S, keeper=keeper)
+    server.faults = [Fault("stall", after=1)]
+    request = request_for()
+    assert client.generate(request).groups == expected(request).groups
+    assert keeper.revived == [("instance-1", True)]
+    assert prompts_asked(server) == [[1, 2, 3], [2, 3]]
+
+
+def test_a_managed_server_that_says_nothing_is_killed_at_the_deadline(server: ScriptedServer, connect: Connect) -> None:
+    def revive(instance_id: str, is_hung: bool) -> None:
+        if is_hung:
+            server.restart()
+            server.health.clear()
+
+    keeper = FakeKeeper(revive)
+    client = connect(SHORT_S, keeper=keeper)
+    server.faults = [Fault("cut")]
+    server.health = ["silent"] * 100
+    request = request_for()
+    assert client.generate(request).groups == expected(request).groups
+    assert keeper.revived == [("instance-1", False), ("instance-1", True)]
+    assert keeper.num_checks > 0
+
+
+def test_the_end_of_the_keepers_patience_is_the_end(server: ScriptedServer, connect: Connect) -> None:
+    def spent(instance_id: str, is_hung: bool) -> None:
+        raise ServerError("restarts used up", code="E-SRV-24")
+
+    client = connect(keeper=FakeKeeper(spent))
+    server.faults = [Fault("restart")]
+    with pytest.raises(ServerError, match="restarts used up"):
+        client.generate(request_for())
+
+
+def test_a_request_that_kills_every_server_is_never_counted_as_answered(
+    server: ScriptedServer, connect: Connect
+) -> None:
+    keeper = FakeKeeper()
+    proofs: list[list[list[float]]] = []
+    client = connect(keeper=keeper, sleep=lambda s: None)
+    client.on_recovered = lambda: proofs.append(client.score([[1]], [[7]], 1.0, 0))
+    client.claim("r", FAKE_FINGERPRINT)
+    server.faults = [Fault("restart"), Fault("slow"), Fault("restart"), Fault("slow"), Fault("refuse")]
+    with pytest.raises(ServerError, match="bad"):
+        client.generate(request_for())
+    assert keeper.answered == [] and len(proofs) == 2
+
+
+def test_versions_are_remembered_as_the_server_holds_them(server: ScriptedServer, connect: Connect) -> None:
+    client = connect()
+    holding: Holding = client._holding
+    client.claim("r", FAKE_FINGERPRINT)
+    for version in (1, 2, 3):
+        client.set_adapter(version, DIGESTS[version])
+    assert [item.version for item in holding.pushed] == [2, 3]
+    client.clear_adapter()
+    assert holding.pushed == ()
