@@ -17,7 +17,8 @@ from transformers import LlamaForCausalLM
 from axolotl.errors import ServerError
 from axolotl.serving.engines import transformers as engine_module
 from axolotl.serving.engines.protocol import EngineProgress, EngineRejects, EngineSettings
-from axolotl.serving.engines.transformers import TransformersEngine, cache_tokens
+from axolotl.serving.engines.transformers import TransformersEngine
+from axolotl.serving.engines.transformers_start import cache_tokens
 from axolotl.serving.wire import Fingerprint, Sampling
 from tests.support.groups import all_groups
 from tests.support.tiny_model import make_random_adapter, make_tiny_model, tiny_config
