@@ -20,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -201,8 +201,13 @@ def _sample(sync: int, process: psutil.Process, loaded: list[int], directory: Pa
 
 
 @contextmanager
-def served(directory: Path, model: Path, **vllm_options: object) -> Iterator[tuple[LiveServer, psutil.Process]]:
-    """`axolotl vllm-serve` as a process of its own, ready."""
+def served(
+    directory: Path, model: Path, *, environment: Mapping[str, str] | None = None, **vllm_options: object
+) -> Iterator[tuple[LiveServer, psutil.Process]]:
+    """`axolotl vllm-serve` as a process of its own, ready; its log is `server.log` in `directory`.
+
+    environment: instead of ours with the model hub switched off.
+    """
     sync_dir = directory / "sync"
     config = {
         "base_model": str(model),
@@ -213,7 +218,7 @@ def served(directory: Path, model: Path, **vllm_options: object) -> Iterator[tup
         "micro_batch_size": 8,
         "learning_rate": 1e-5,
         "vllm": {
-            "port": _free_port(),
+            "port": free_port(),
             "max_model_len": 128,
             "sync_dir": str(sync_dir),
             "device": "cpu",
@@ -222,7 +227,8 @@ def served(directory: Path, model: Path, **vllm_options: object) -> Iterator[tup
         "trl": {"use_vllm": True, "vllm_lora_sync": True, "max_completion_length": 16},
     }
     (directory / "config.yaml").write_text(yaml.safe_dump(config))
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    if environment is None:
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     with (directory / "server.log").open("wb") as log:
         process = subprocess.Popen(
             serve_command(directory / "config.yaml"), stdout=log, stderr=subprocess.STDOUT, env=environment
@@ -238,7 +244,7 @@ def served(directory: Path, model: Path, **vllm_options: object) -> Iterator[tup
             process.wait(10)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return int(probe.getsockname()[1])
 

@@ -1,0 +1,154 @@
+"""Cases of the security review that are one request: every route, and nothing of it reaches a file."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from axolotl.serving.app import ServerState, build_app
+from axolotl.serving.wire import ErrorBody
+from tests.fakes.engine import FAKE_FINGERPRINT, FakeEngine
+from tests.support.protocol_suite import ROUTES
+
+RUN = "run-0123456789ab"
+TOKEN = {"authorization": "Bearer secret"}
+PROTECTED = sorted(set(ROUTES) - {("GET", "/health/")})
+
+
+def with_app(tmp_path: Path, body: Callable[[httpx.AsyncClient], Awaitable[None]]) -> None:
+    """The app over the fake engine, claimed by `RUN`; `body` talks to it as a process on this machine would."""
+
+    async def run() -> None:
+        state = ServerState(instance_id="i-1", token="secret", sync_dir=tmp_path / "sync", max_held=3)
+        state.ready(FakeEngine())
+        transport = httpx.ASGITransport(build_app(state), raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000", headers=TOKEN) as client:
+            claim = {"run_id": RUN, "host": "h", "pid": 1, "fingerprint": FAKE_FINGERPRINT.model_dump()}
+            (await client.post("/session/", json=claim)).raise_for_status()
+            await asyncio.wait_for(body(client), 20)
+
+    asyncio.run(run())
+
+
+def code(reply: httpx.Response) -> tuple[int, str]:
+    return reply.status_code, ErrorBody.model_validate_json(reply.content).code
+
+
+@pytest.mark.parametrize(("method", "path"), PROTECTED)
+def test_a_route_opens_with_the_token_alone(tmp_path: Path, method: str, path: str) -> None:
+    async def body(client: httpx.AsyncClient) -> None:
+        for wrong in ("", "Bearer ", "Bearer guess", "Bearer secre", "Bearer secrets", "bearer secret", "secret"):
+            for spelling in (path, path.rstrip("/"), path + "/"):
+                reply = await client.request(method, spelling, json={}, headers={"authorization": wrong})
+                assert code(reply) == (401, "E-SRV-10"), (wrong, spelling)
+        assert (await client.request(method, path + "?token=secret", json={}, headers={"authorization": ""})).is_error
+        assert (await client.request(method, path, json={})).status_code != 401
+
+    with_app(tmp_path, body)
+
+
+@pytest.mark.parametrize(("method", "path"), sorted(ROUTES))
+def test_no_web_page_reaches_a_route(tmp_path: Path, method: str, path: str) -> None:
+    async def body(client: httpx.AsyncClient) -> None:
+        for headers in (
+            {"origin": "http://evil.example"},
+            {"origin": "null"},
+            {"origin": "http://127.0.0.1:8000"},
+            {"host": "evil.example"},
+        ):
+            reply = await client.request(method, path, json={}, headers=headers)
+            assert code(reply) == (403, "E-SRV-11"), headers
+            assert not [name for name in reply.headers if name.startswith("access-control")]
+        reply = await client.options(path, headers={"access-control-request-method": method})
+        assert reply.status_code in (404, 405)
+
+    with_app(tmp_path, body)
+
+
+@pytest.mark.parametrize(("method", "path"), [route for route in PROTECTED if route[0] == "POST"])
+def test_bodies_are_plain_json_only(tmp_path: Path, method: str, path: str) -> None:
+    async def body(client: httpx.AsyncClient) -> None:
+        for kind in (
+            "text/plain",
+            "application/x-www-form-urlencoded",
+            "multipart/form-data",
+            "application/x-pickle",
+            "",
+        ):
+            reply = await client.request(method, path, content=b"{}", headers={"content-type": kind})
+            assert code(reply) == (415, "E-SRV-15"), kind
+        bomb = {"content-type": "application/json", "content-encoding": "gzip"}
+        reply = await client.request(method, path, content=gzip.compress(b" " * (8 << 20)), headers=bomb)
+        assert code(reply) == (415, "E-SRV-15")
+
+    with_app(tmp_path, body)
+
+
+BAD_IDS: list[tuple[str, Any]] = [
+    *(
+        ("run_id", text)
+        for text in ("../x", "..", ".", "/etc", "~root", "%2e%2e", "a\0", "．．", "a" * 4096, "", "A/b")
+    ),
+    *(("version", number) for number in (0, -1, 2**31, 10**400, 1.5, "../1", None, [1])),
+    *(("manifest_sha256", text) for text in ("../x", "0" * 63, "0" * 65, "G" * 64, "", None)),
+    ("lora_path", "/etc"),
+    ("path", "../x"),
+    ("lora_local_path", "evil/adapter"),
+]
+
+
+@pytest.mark.parametrize("path", ["/set_lora_adapter/", "/set_weights/"])
+@pytest.mark.parametrize(("key", "value"), BAD_IDS)
+def test_what_is_no_id_never_becomes_a_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, key: str, value: Any
+) -> None:
+    """Everything that looks at the published files goes through these two; both would end the request with 500."""
+
+    def looked(*_: object, **__: object) -> None:
+        raise AssertionError("it looked at the file system")
+
+    monkeypatch.setattr("axolotl.serving.versions.verify_manifest", looked)
+    monkeypatch.setattr("axolotl.serving.versions.check_unchanged", looked)
+
+    async def body(client: httpx.AsyncClient) -> None:
+        good = {"run_id": RUN, "version": 1, "manifest_sha256": "0" * 64}
+        assert (await client.post(path, json=good)).status_code == 500, "the good one does look"
+        reply = await client.post(path, json={**good, key: value})
+        assert code(reply) == (422, "E-SRV-16") and key in reply.text
+        assert str(tmp_path) not in reply.text
+
+    with_app(tmp_path, body)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"temperature": NaN}', '{"temperature": 1e999}', '{"top_p": Infinity}', '{"extra": {"a": NaN}}']
+    + ['{"extra": ' + '{"a":' * 50 + "1" + "}" * 51, '{"structured_regex": "' + "a" * 5_000 + '"}', '{"n": 257}'],
+)
+def test_sampling_that_is_out_of_bounds_is_422(tmp_path: Path, text: str) -> None:
+    sampling = '{"max_tokens": 1, ' + text[1:]
+    content = '{"request_id": "r", "adapter_version": 0, "prompts": [[1]], "sampling": ' + sampling + "}"
+
+    async def body(client: httpx.AsyncClient) -> None:
+        reply = await client.post("/generate/", content=content, headers={"content-type": "application/json"})
+        assert code(reply) == (422, "E-SRV-16")
+
+    with_app(tmp_path, body)
+
+
+@pytest.mark.parametrize("content", [b"[" * 200_000, b'{"a":' * 100_000, b"\xff\xfe", b'{"n": ' + b"9" * 5_000 + b"}"])
+def test_json_that_cannot_be_read_is_4xx(tmp_path: Path, content: bytes) -> None:
+    async def body(client: httpx.AsyncClient) -> None:
+        for method, path in PROTECTED:
+            if method == "POST" and path != "/clear_lora_adapter/":
+                reply = await client.post(path, content=content, headers={"content-type": "application/json"})
+                assert reply.status_code in (400, 422), path
+                ErrorBody.model_validate_json(reply.content)
+
+    with_app(tmp_path, body)
