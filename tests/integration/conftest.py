@@ -15,7 +15,7 @@ from axolotl.serving.app import ServerState, build_app
 from axolotl.serving.engines.protocol import EngineSettings
 from axolotl.serving.http_server import http_server
 from axolotl.serving.server_file import ServerFile, write_server_file
-from tests.support.adapters import publish_random
+from tests.support.adapters import publish_other_weights, publish_random
 from tests.support.live_server import TOKEN, LiveServer
 from tests.support.loop_thread import LoopThread
 from tests.support.protocol_suite import Subject
@@ -100,6 +100,7 @@ def vllm_subject(
             fingerprint=vllm_engine.engine.fingerprint,
             max_model_len=vllm_engine.engine.max_model_len,
             publish=lambda run_id, version: publish_random(sync_dir, run_id, version, tiny_model),
+            publish_weights=lambda run_id, version: publish_other_weights(sync_dir, run_id, version),
             tolerance=1e-3,
         )
 

@@ -16,12 +16,12 @@ import torch
 from axolotl.serving.engines.protocol import EngineSettings
 from axolotl.serving.engines.transformers import TransformersEngine
 from axolotl.serving.fingerprint import fingerprint
-from tests.support.adapters import publish_random, publish_weights
+from tests.support.adapters import publish_other_weights, publish_random
 from tests.support.live_server import LiveServer, live_server
 from tests.support.protocol_suite import generate_request, ids_of
 from tests.support.tiny_model import make_tiny_model
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow]
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(400)]
 
 NUM_RUNS = 10
 FULL_WEIGHTS = (3, 7)
@@ -86,8 +86,8 @@ def one_run(server: LiveServer, model: Path, number: int) -> list[list[list[list
 
 def push(server: LiveServer, run_id: str, model: Path, version: int, *, seed: int, is_full: bool) -> None:
     if is_full:
-        other = make_tiny_model(server.sync_dir / f"model-{seed}", seed=seed)
-        route, digest = "set_weights", publish_weights(server.sync_dir, run_id, version, other)
+        digest = publish_other_weights(server.sync_dir, run_id, version, seed=seed)
+        route = "set_weights"
     else:
         digest = publish_random(server.sync_dir, run_id, version, model, seed=seed)
         route = "set_lora_adapter"

@@ -11,7 +11,7 @@ import torch
 from axolotl.serving.engines.protocol import EngineSettings
 from axolotl.serving.engines.transformers import TransformersEngine
 from axolotl.serving.fingerprint import fingerprint
-from tests.support.adapters import publish_random
+from tests.support.adapters import publish_other_weights, publish_random
 from tests.support.live_server import live_server
 from tests.support.option_suite import OptionSuite
 from tests.support.protocol_suite import ProtocolSuite, Subject
@@ -41,6 +41,7 @@ def subject(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
             fingerprint=fingerprint(str(model), None, False),
             max_model_len=128,
             publish=lambda run_id, version: publish_random(sync_dir, run_id, version, model),
+            publish_weights=lambda run_id, version: publish_other_weights(sync_dir, run_id, version),
         )
     torch.set_num_threads(threads)
 

@@ -1,12 +1,13 @@
-"""Published adapter directories for server tests."""
+"""Published versions for server tests: adapters and full weights."""
 
 from __future__ import annotations
 
 import shutil
+import uuid
 from pathlib import Path
 
 from axolotl.serving.manifest import write_manifest
-from tests.support.tiny_model import make_random_adapter
+from tests.support.tiny_model import make_random_adapter, make_tiny_model
 
 
 def publish_fake(sync_dir: Path, run_id: str, version: int, *, rank: int = 8, weights: bytes | None = None) -> str:
@@ -41,9 +42,12 @@ def publish_random(
     return digest
 
 
-def publish_weights(sync_dir: Path, run_id: str, version: int, model: Path) -> str:
-    """The weights of the model in `model` as full weights of a version; returns the manifest's digest."""
+def publish_other_weights(sync_dir: Path, run_id: str, version: int, *, seed: int | None = None) -> str:
+    """Full weights of another random tiny model for each seed (the version, when None); returns the manifest's
+    digest."""
+    other = make_tiny_model(sync_dir / f"model-{uuid.uuid4().hex}", seed=1000 + (version if seed is None else seed))
     directory = sync_dir / "weights" / run_id / f"v{version}"
     directory.mkdir(parents=True)
-    shutil.copy(model / "model.safetensors", directory)
+    shutil.move(other / "model.safetensors", directory)
+    shutil.rmtree(other)
     return write_manifest(directory, version=version, kind="weights")

@@ -63,7 +63,8 @@ SEEDS = [[1, 2], [3, 4], [5, 6]]
 class Subject:
     """A running server and what a test needs to talk to it.
 
-    publish: `(run_id, version) -> digest`, writes a different, effective adapter for each version.
+    publish: `(run_id, version) -> digest`, writes a different, effective adapter for each version. publish_weights: the
+    same for full weights.
     tolerance: how close sampled and scored log-probs are. endless: `Sampling.extra` under which no completion ends
     before `max_tokens`.
     """
@@ -72,6 +73,7 @@ class Subject:
     fingerprint: Fingerprint
     max_model_len: int
     publish: Callable[[str, int], str]
+    publish_weights: Callable[[str, int], str]
     tolerance: float = 1e-4
     endless: dict[str, Any] = field(default_factory=lambda: {"ignore_eos": True})
 
@@ -430,12 +432,55 @@ class ProtocolSuite:
         assert str(directory) not in "".join(str(problem.value.report()) for problem in (wrong_digest, missing))
         assert client.generate(generate_request(adapter_version=1)).adapter_version == 1
 
+    # Full weights
+
+    def test_full_weights_are_the_only_version(self, subject: Subject, client: ServerClient, run_id: str) -> None:
+        tokens = [[20, 21], [22], [23, 24, 25]]
+        base = client.score(PROMPTS, tokens, 1.0, 0)
+        client.set_adapter(1, subject.publish(run_id, 1))
+        seen = [base, client.score(PROMPTS, tokens, 1.0, 1)]
+        for version in (2, 3):
+            digest = subject.publish_weights(run_id, version)
+            answer = client.set_weights(version, digest)
+            assert (answer.adapter_version, answer.manifest_sha256) == (version, digest)
+            assert answer.num_modules > 0 and answer.loaded_versions == [version]
+            assert client.set_weights(version, digest) == answer, "the same again is confirmed"
+            seen.append(client.score(PROMPTS, tokens, 1.0, version))
+            response = client.generate(generate_request(adapter_version=version))
+            sampled = [group.completions[0] for group in response.groups]
+            scores = client.score(PROMPTS, [completion.ids for completion in sampled], 1.0, version)
+            for scored, completion in zip(scores, sampled, strict=True):
+                assert scored == pytest.approx(completion.logprobs, abs=subject.tolerance, nan_ok=True)
+            for earlier in range(version):
+                with pytest.raises(ServerError, match=f"version {earlier} is not held"):
+                    client.generate(generate_request(adapter_version=earlier))
+        for first, second in itertools.combinations(seen, 2):
+            assert all(abs(first[row][0] - second[row][0]) > 1e-3 for row in range(3))
+        assert client.clear_adapter().loaded_versions == []
+        assert client.score(PROMPTS, tokens, 1.0, 0) == [pytest.approx(row, abs=subject.tolerance) for row in base]
+
+    def test_refused_weights_leave_what_was_served(self, subject: Subject, client: ServerClient, run_id: str) -> None:
+        client.set_weights(1, subject.publish_weights(run_id, 1))
+        digest = subject.publish_weights(run_id, 2)
+        with next((subject.server.sync_dir / "weights" / run_id / "v2").glob("*.safetensors")).open("ab") as file:
+            file.write(b"more")
+        reply = self.push_weights(subject, run_id, 2, digest)
+        assert (reply.status_code, ErrorBody.model_validate_json(reply.content).code) == (409, "E-SYN-02")
+        stranger = self.push_weights(subject, "somebody", 1, digest)
+        assert (stranger.status_code, ErrorBody.model_validate_json(stranger.content).code) == (409, "E-SRV-06")
+        assert client.generate(generate_request(adapter_version=1)).adapter_version == 1
+
+    def push_weights(self, subject: Subject, run_id: str, version: int, digest: str) -> httpx.Response:
+        body = {"run_id": run_id, "version": version, "manifest_sha256": digest}
+        return self.raw(subject, "POST", "/set_weights/", json=body)
+
     @pytest.mark.parametrize("run_id", ["..", "../x", "/etc", "~", "a/b", "%2e%2e", "a\0b", "A", "", "a" * 65, "．．"])
     def test_runs_are_named_by_plain_ids(self, subject: Subject, run_id: str) -> None:
         body = {"run_id": run_id, "version": 1, "manifest_sha256": "0" * 64}
-        reply = self.raw(subject, "POST", "/set_lora_adapter/", json=body)
-        assert reply.status_code == 422
-        assert "run_id" in ErrorBody.model_validate_json(reply.content).what
+        for route in ("/set_lora_adapter/", "/set_weights/"):
+            reply = self.raw(subject, "POST", route, json=body)
+            assert reply.status_code == 422
+            assert "run_id" in ErrorBody.model_validate_json(reply.content).what
 
     # Sessions
 

@@ -9,7 +9,7 @@ import pytest
 
 from axolotl.serving.engines.protocol import Engine
 from tests.fakes.engine import FAKE_FINGERPRINT, FakeEngine
-from tests.support.adapters import publish_fake
+from tests.support.adapters import publish_fake, publish_fake_weights
 from tests.support.live_server import live_server
 from tests.support.protocol_suite import ProtocolSuite, Subject
 
@@ -27,6 +27,7 @@ def subject(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
             fingerprint=FAKE_FINGERPRINT,
             max_model_len=FakeEngine.max_model_len,
             publish=lambda run_id, version: publish_fake(sync_dir, run_id, version),
+            publish_weights=lambda run_id, version: publish_fake_weights(sync_dir, run_id, version),
         )
 
 
