@@ -62,7 +62,7 @@ class Patience:
         self.is_nested = is_nested
         self.timeout_s = timeout_s
         self.instance_id: str | None = None
-        self.refused_by: str | None = None
+        self._refusals: set[tuple[str, str | None]] = set()
         self.heard_at = ticker.clock()
         self._clock = ticker.clock
         self._deadline: float | None = None
@@ -76,7 +76,8 @@ class Patience:
     def moved(self) -> None:
         """Progress: whatever went wrong before is over."""
         self.heard()
-        self._deadline, self.refused_by = None, None
+        self._deadline = None
+        self._refusals.clear()
         self._interval = FIRST_POLL_INTERVAL_S
         self._has_second_chance = True
 
@@ -94,6 +95,14 @@ class Patience:
 
     def is_over(self) -> bool:
         return self.left() <= 0
+
+    def was_refused(self, code: str) -> bool:
+        """Whether it is the request and not the moment: the same process says the same twice, or the second one too
+        cannot load what was pushed."""
+        refusal = (code, None if code == "E-SRV-23" else self.instance_id)
+        known = refusal in self._refusals
+        self._refusals.add(refusal)
+        return known
 
     def second_chance(self) -> bool:
         """True once: a server that came back in the last moment may still be asked."""
@@ -162,11 +171,9 @@ class Recovery:
         if patience.is_nested:
             raise lost
         patience.lost()
-        if lost.refusal is not None and not lost.is_hung and not lost.is_busy:
-            # The same process says the same twice: it is the request, not the moment.
-            if patience.refused_by == patience.instance_id:
-                raise lost.refusal
-            patience.refused_by = patience.instance_id
+        is_fault = lost.refusal is not None and not lost.is_hung and not lost.is_busy
+        if lost.refusal is not None and is_fault and patience.was_refused(lost.refusal.code):
+            raise lost.refusal
         if lost.is_busy:
             if patience.is_over():
                 raise lost.refusal or self._too_long(None, lost, patience)

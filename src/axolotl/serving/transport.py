@@ -24,7 +24,7 @@ from axolotl.serving.wire import INSTANCE_HEADER, ErrorBody
 
 CONNECT_TIMEOUT_S = 5.0
 WRITE_TIMEOUT_S = 120.0
-MAX_LINE_BYTES = 64 << 20
+MAX_LINE_BYTES = 512 << 20
 BUSY = frozenset({408, 429})
 
 Answer = TypeVar("Answer", bound=BaseModel)
@@ -119,7 +119,7 @@ class Transport:
                 if reply.status_code != 200:
                     reply.read()
                 self._check(reply, instance_id, ServerError)
-                yield _lines(reply)
+                yield self._lines(reply)
         except httpx.TransportError as problem:
             raise Lost(reason_of(problem)) from problem
 
@@ -169,6 +169,21 @@ class Transport:
             raise self.no_answer_of_ours(f"HTTP {reply.status_code}, and the body is no error of ours") from None
         raise refusal(reply.status_code, body, error)
 
+    def _lines(self, reply: httpx.Response) -> Iterator[bytes]:
+        """Complete lines only: what a cut connection leaves of one is nothing."""
+        parts: list[bytes] = []
+        size = 0
+        for chunk in reply.iter_bytes():
+            first, *others = chunk.split(b"\n")
+            parts.append(first)
+            size += len(first)
+            if size > MAX_LINE_BYTES:
+                raise self.no_answer_of_ours(f"a line of more than {MAX_LINE_BYTES} bytes")
+            if others:
+                yield b"".join(parts)
+                yield from others[:-1]
+                parts, size = [others[-1]], len(others[-1])
+
     def _headers(self) -> dict[str, str]:
         headers = {"content-type": "application/json"}
         token = read_token(self._sync_dir)
@@ -186,7 +201,7 @@ def refusal(status: int, body: ErrorBody, error: type[AxolotlError] = ServerErro
             return Lost(f"says: {reason}")
         case "E-SRV-05":
             return Lost(f"says: {reason}", is_hung=True, refusal=said)
-        case "E-SRV-21":
+        case "E-SRV-21" | "E-SRV-23":
             return Lost(f"says: {reason}", refusal=said)
     if status in BUSY or status == 503:
         return Lost(f"says: {reason}", is_busy=True, refusal=said)
@@ -213,13 +228,3 @@ def is_loopback(url: str) -> bool:
 
 def _timeout(read_s: float) -> httpx.Timeout:
     return httpx.Timeout(min(CONNECT_TIMEOUT_S, read_s), read=read_s, write=WRITE_TIMEOUT_S)
-
-
-def _lines(reply: httpx.Response) -> Iterator[bytes]:
-    """Complete lines only: what a cut connection leaves of one is nothing."""
-    rest = b""
-    for chunk in reply.iter_bytes():
-        *lines, rest = (rest + chunk).split(b"\n")
-        if len(rest) > MAX_LINE_BYTES:
-            raise Lost("sends a line without an end")
-        yield from (line for line in lines if line.strip())

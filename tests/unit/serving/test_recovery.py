@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import random
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -260,7 +263,7 @@ def test_a_server_that_stays_away_is_lost_at_the_deadline(server: ScriptedServer
         client.generate(request_for())
     assert SHORT_S <= time.monotonic() - began < SHORT_S + 2
     assert problem.value.code == "E-SRV-04" and "--resume" in problem.value.do
-    for part in ("refuses connections", "trl.vllm_server_timeout", "last healthy", "instance instance-1"):
+    for part in ("not back within", "trl.vllm_server_timeout", "last healthy", "instance instance-1"):
         assert part in problem.value.why
 
 
@@ -400,3 +403,54 @@ def test_versions_are_remembered_as_the_server_holds_them(server: ScriptedServer
     assert [item.version for item in holding.pushed] == [2, 3]
     client.clear_adapter()
     assert holding.pushed == ()
+
+
+def test_weights_that_no_engine_can_load_are_tried_on_two(server: ScriptedServer, connect: Connect) -> None:
+    client = connect(sleep=lambda s: None)
+    client.claim("r", FAKE_FINGERPRINT)
+    broken = (500, ErrorBody(code="E-SRV-23", what="the reload failed"))
+    server.push_refusals = [broken]
+    assert client.set_weights(1, DIGESTS[1]).adapter_version == 1
+    server.push_refusals = [broken, broken, broken]
+    with pytest.raises(ServerError, match="the reload failed"):
+        client.set_weights(2, DIGESTS[2])
+
+
+# Many faults, many threads
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_happens_on_the_way_the_answer_is_the_same(
+    seed: int, server: ScriptedServer, connect: Connect
+) -> None:
+    dice = random.Random(seed)
+    dead = ErrorBody(code="E-SRV-20", what="the engine died")
+    client = connect(sleep=lambda s: None)
+    client.on_recovered = lambda: None if sorted(server.loaded) == [1, 2] else pytest.fail("versions are missing")
+    client.claim("r", FAKE_FINGERPRINT)
+    for version in (1, 2):
+        client.set_adapter(version, DIGESTS[version])
+    kinds: list[FaultKind] = ["cut", "half-line", "restart", "error-line", "forget", "slow"]
+    server.faults = [Fault(dice.choice(kinds), after=dice.randrange(3), body=dead) for _ in range(12)]
+    server.health = [dice.choice(["ok", "loading", "failed", "stranger"]) for _ in range(12)]
+    request, seen = request_for(8, version=2), list[int]()
+    response = client.generate(request, lambda group: seen.append(group.index))
+    assert response.groups == expected(request).groups
+    assert sorted(seen) == list(range(8))
+
+
+def test_threads_that_lose_the_server_together_recover_once(server: ScriptedServer, connect: Connect) -> None:
+    client = connect()
+    client.claim("r", FAKE_FINGERPRINT)
+    client.set_adapter(1, DIGESTS[1])
+    with ThreadPoolExecutor(4) as pool:
+        server.faults = [Fault("slow", after=20)] * 4
+        asked = [pool.submit(client.generate, request_for(4, version=1)) for _ in range(4)]
+        while len(server.bodies("/generate/")) < 4:
+            threading.Event().wait(0.001)
+        server.restart()
+        server.faults = [Fault("restart", after=1)]
+        responses = [future.result(20) for future in (*asked, pool.submit(client.generate, request_for(4, version=1)))]
+    assert all(response.groups == expected(request_for(4, version=1)).groups for response in responses)
+    # The first claim, and one for each process after the first that was asked anything.
+    assert len(server.bodies("/session/")) <= 3
