@@ -74,8 +74,8 @@ def _generation_batch(config: AxolotlConfig) -> str:
     completions = prompts * group
     divisible = "a multiple" if completions % micro == 0 else "no multiple"
     return (
-        f"generation_batch_size {prompts} prompts x num_generations {group} = {completions} completions, "
-        f"{divisible} of micro_batch_size {micro}"
+        f"generation_batch_size {prompts} prompt{'s' if prompts > 1 else ''} x num_generations {group} = "
+        f"{completions} completions, {divisible} of micro_batch_size {micro}"
     )
 
 

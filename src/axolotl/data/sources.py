@@ -115,8 +115,15 @@ def _load_saved(directory: Path, entry: DatasetConfig, key: str) -> Dataset:
         saved = saved[name]
     if not bracket:
         return saved
-    instruction = datasets.ReadInstruction.from_spec(f"{name}{bracket}{slice_}")
-    (absolute,) = instruction.to_absolute({name: len(saved)})
+    try:
+        instruction = datasets.ReadInstruction.from_spec(f"{name}{bracket}{slice_}")
+        (absolute,) = instruction.to_absolute({name: len(saved)})
+    except (ValueError, AssertionError) as error:
+        raise DataError(
+            f"{key}.split: {entry.split!r} is no slice of {entry.path}, which has {len(saved)} rows",
+            why=_innermost(error),
+            do="write a split, or a slice such as train[:1000] or train[:10%]",
+        ) from error
     return saved.select(range(len(saved))[absolute.from_ : absolute.to])
 
 

@@ -69,7 +69,8 @@ def _source(config: AxolotlConfig) -> str:
 
 
 def attention(config: AxolotlConfig, device: str) -> str:
-    """The attention kernel. FlashAttention has no CPU form; there its meaning, exact attention, is PyTorch's SDPA."""
+    """The attention kernel. FlashAttention and FlexAttention do not train on a CPU; there exact attention, which is
+    what they mean, is PyTorch's SDPA."""
     if config.attn_implementation:
         asked = config.attn_implementation
     elif config.flash_attention:
@@ -78,7 +79,7 @@ def attention(config: AxolotlConfig, device: str) -> str:
         asked = "eager"
     else:
         asked = "sdpa"
-    return "sdpa" if device == "cpu" and asked.startswith("flash") else asked
+    return "sdpa" if device == "cpu" and asked.startswith(("flash", "flex")) else asked
 
 
 def lora_config(config: AxolotlConfig) -> LoraConfig | None:

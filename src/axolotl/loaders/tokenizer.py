@@ -11,6 +11,7 @@ from axolotl.errors import ConfigError, DataError
 from axolotl.loaders.chat_templates import resolve_template
 from axolotl.utils.hub import hub_problem, looks_like_path
 from axolotl.utils.schemas.config import AxolotlConfig
+from axolotl.utils.user_code import pass_interruption
 
 
 def load_tokenizer(config: AxolotlConfig, base_dir: Path) -> PreTrainedTokenizerBase:
@@ -61,7 +62,9 @@ def _from_pretrained(config: AxolotlConfig) -> PreTrainedTokenizerBase:
 def _load_directory(directory: Path, key: str, arguments: dict[str, Any]) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(str(directory), **arguments)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:
+        # The libraries read the files as they are: a list where they expect a mapping is an AttributeError there.
+        pass_interruption(error)
         raise ConfigError(
             f"{key}: {directory} holds no tokenizer that can be loaded",
             code="E-CFG-11",

@@ -175,9 +175,7 @@ def test_check_says_what_the_config_comes_to(config_file, capsys):
         "micro_batch_size 8 x gradient_accumulation_steps 1 = 8 completions a step = 1 prompt x num_generations 8"
         in out
     )
-    assert (
-        "generation_batch_size 1 prompts x num_generations 8 = 8 completions, a multiple of micro_batch_size 8" in out
-    )
+    assert "generation_batch_size 1 prompt x num_generations 8 = 8 completions, a multiple of micro_batch_size 8" in out
     assert "at most 88 tokens: sequence_len 512; vllm.max_model_len 600 - max_completion_length 512 = 88" in out
     assert "http://127.0.0.1:9000" in out
     assert out.endswith("c.yaml: ok\n")

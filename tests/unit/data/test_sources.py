@@ -166,3 +166,10 @@ def test_an_interruption_is_not_the_files_fault(
     monkeypatch.setattr(datasets, loader, stopped)
     with pytest.raises(Interrupted):
         load(tmp_path, path)
+
+
+@pytest.mark.parametrize("split", ["train[:", "train[a:b]", "train[:200%]"])
+def test_a_slice_that_means_nothing(tmp_path: Path, split: str) -> None:
+    ROWS.save_to_disk(tmp_path / "one")
+    error = failure(tmp_path, "one", split=split)
+    assert split in error.what and "train[:1000]" in error.do

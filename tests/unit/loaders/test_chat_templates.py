@@ -120,3 +120,9 @@ def test_anything_else_is_an_error_that_lists_the_choices(tmp_path: Path) -> Non
         resolve_template("chat_ml", tmp_path)
     assert "chat_template: 'chat_ml'" in caught.value.what and "Did you mean chatml?" in caught.value.what
     assert "llama3" in caught.value.why and str(tmp_path / "chat_ml") in caught.value.why
+
+
+def test_a_file_that_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "t.jinja").write_bytes(b"\xff\xfe\x80")
+    with pytest.raises(ConfigError, match="cannot be read as text"):
+        resolve_template("t.jinja", tmp_path)

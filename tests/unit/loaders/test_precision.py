@@ -31,6 +31,7 @@ def test_a_frozen_base_is_held_in_the_half_format_and_trained_weights_are_not() 
 
 def test_flash_attention_means_sdpa_on_a_cpu() -> None:
     assert attention(config(flash_attention=True), "cpu") == "sdpa"
+    assert attention(config(attn_implementation="flex_attention"), "cpu") == "sdpa"
     assert attention(config(flash_attention=True), "cuda") == "flash_attention_2"
     assert attention(config(attn_implementation="eager"), "cpu") == "eager"
     assert attention(config(), "cuda") == "sdpa"

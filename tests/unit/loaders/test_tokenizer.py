@@ -113,3 +113,10 @@ def test_a_model_that_cannot_be_had_names_the_option(
         load(source(tmp_path))
     assert caught.value.code == code
     assert what in caught.value.what and caught.value.why and caught.value.do
+
+
+def test_tokenizer_files_of_another_shape(tmp_path: Path) -> None:
+    make_tiny_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(ConfigError, match="holds no tokenizer that can be loaded"):
+        load(tmp_path)

@@ -7,6 +7,7 @@ nothing else: a user's own files in the directory stay.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,6 +35,15 @@ _WRITTEN_AT_THE_END = (
 
 # What a run leaves that ended before its first step: nothing that starting over could lose.
 _DISPOSABLE = frozenset({LAST_ERROR, RESOLVED_CONFIG, SERVER_LOG})
+
+
+# What transformers and PEFT put into a checkpoint.
+_CHECKPOINT_FILE = re.compile(
+    r"(adapter_)?(model|config)(-\d+-of-\d+)?(\.safetensors(\.index)?)?(\.json)?|README\.md|added_tokens\.json"
+    r"|chat_template\.jinja|generation_config\.json|merges\.txt|optimizer\.pt|rng_state(_\d+)?\.pth|scaler\.pt"
+    r"|scheduler\.pt|special_tokens_map\.json|tokenizer(_config)?\.(json|model)|trainer_state\.json"
+    r"|training_args\.bin|vocab\.json"
+)
 
 
 class OutputDir:
@@ -72,9 +82,20 @@ class OutputDir:
         return output
 
     def file(self, name: str) -> Path:
-        """The path of a file that the caller is about to write."""
+        """The path of a file that the caller is about to write; `EnvironmentFault` where a directory has its name."""
+        if (self.path / name).is_dir():
+            raise EnvironmentFault(
+                f"{self.path / name} is a directory, and the run writes a file of that name",
+                code="E-ENV-08",
+                do="move it away, or set output_dir",
+            )
         self.note(self.path / name)
         return self.path / name
+
+    def announce(self, name: str) -> None:
+        """A directory that is about to be written; one that exists already is not taken for ours."""
+        if not (self.path / name).exists():
+            self.note(self.path / name)
 
     def note(self, *paths: Path) -> None:
         """Remember files, or all files below directories, as ours."""
@@ -109,14 +130,21 @@ class OutputDir:
 
     def _delete_written(self) -> None:
         parents: set[Path] = set()
-        for name in self._written:
+        for name in self._written | self._half_written():
             item = self.path / name
-            item.unlink(missing_ok=True)
+            if not item.is_dir():
+                item.unlink(missing_ok=True)
             parents.update(parent for parent in item.parents if parent.is_relative_to(self.path))
         for directory in sorted(parents - {self.path}, key=lambda item: len(item.parts), reverse=True):
             if directory.is_dir() and not any(directory.iterdir()):
                 directory.rmdir()
         self._written.clear()
+
+    def _half_written(self) -> set[str]:
+        """Files of announced checkpoints that a run was killed in, before it could note them."""
+        checkpoints = [self.path / name for name in self._written if (self.path / name).is_dir()]
+        files = [item for checkpoint in checkpoints for item in checkpoint.iterdir() if item.is_file()]
+        return {str(item.relative_to(self.path)) for item in files if _CHECKPOINT_FILE.fullmatch(item.name)}
 
     def _save_notes(self) -> None:
         notes = self.path / _NOTES
@@ -139,5 +167,8 @@ def _read_notes(path: Path) -> set[str]:
         names = json.loads(notes.read_text())
     except ValueError:
         return set()
+    if not isinstance(names, list):
+        return set()
     root = path.resolve()
-    return {str(name) for name in names if (path / str(name)).resolve().is_relative_to(root)}
+    texts = (name for name in names if isinstance(name, str) and "\0" not in name)
+    return {name for name in texts if (path / name).resolve().is_relative_to(root)}

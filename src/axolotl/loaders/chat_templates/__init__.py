@@ -17,6 +17,15 @@ def shipped_names() -> tuple[str, ...]:
     return tuple(sorted(file.stem for file in _DIRECTORY.glob("*.jinja")))
 
 
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"chat_template: {file} cannot be read as text", why=str(error), do="give a Jinja file in UTF-8"
+        ) from error
+
+
 def resolve_template(setting: str | None, base_dir: Path) -> str | None:
     """The Jinja text that `chat_template` means; None keeps the tokenizer's own.
 
@@ -32,7 +41,7 @@ def resolve_template(setting: str | None, base_dir: Path) -> str | None:
     tried = [directory / Path(setting).expanduser() for directory in search_directories(base_dir)]
     for file in tried:
         if file.is_file():
-            return file.read_text(encoding="utf-8")
+            return _read(file)
     near = difflib.get_close_matches(setting, shipped_names(), n=1, cutoff=0.5)
     raise ConfigError(
         f"chat_template: {setting!r} is neither a shipped template nor a file"

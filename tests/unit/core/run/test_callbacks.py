@@ -87,6 +87,17 @@ def test_checkpoints_are_noted_as_ours(tmp_path: Path, args: TrainingArguments) 
     assert not checkpoint.exists()
 
 
+def test_a_checkpoint_is_announced_before_it_is_written(tmp_path: Path, args: TrainingArguments) -> None:
+    output = OutputDir.open(tmp_path)
+    NoteWrittenFiles(output).on_step_end(args, state(3), TrainerControl())
+    NoteWrittenFiles(output).on_step_end(args, state(4), TrainerControl(should_save=True))
+    for name in ("checkpoint-3", "checkpoint-4"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "optimizer.pt").write_text("killed here")
+    OutputDir.open(tmp_path, overwrite=True)
+    assert (tmp_path / "checkpoint-3" / "optimizer.pt").exists() and not (tmp_path / "checkpoint-4").exists()
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_asks_for_a_save_and_a_stop_at_the_boundary(number: int, args: TrainingArguments) -> None:
     stop = StopRequest()

@@ -78,3 +78,40 @@ def test_overwrite_does_not_write_over_a_file_of_the_user(tmp_path: Path) -> Non
     (tmp_path / "README.md").write_text("mine")
     with pytest.raises(ConfigError, match=r"README\.md, which is not ours"):
         OutputDir.open(tmp_path, overwrite=True)
+
+
+def checkpoint_4(out: Path) -> None:
+    (out / "checkpoint-4").mkdir(parents=True)
+    for name in ("optimizer.pt", "trainer_state.json", "adapter_model.safetensors", "mine.txt"):
+        (out / "checkpoint-4" / name).write_text("x")
+
+
+def test_overwrite_deletes_a_checkpoint_that_a_run_was_killed_in(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    OutputDir.open(out).announce("checkpoint-4")
+    checkpoint_4(out)
+    OutputDir.open(out, overwrite=True)
+    assert names(out) == {"checkpoint-4/mine.txt"}
+
+
+def test_a_checkpoint_that_was_there_before_is_never_ours(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    checkpoint_4(out)
+    for _ in range(2):
+        OutputDir.open(out, overwrite=True).announce("checkpoint-4")
+    assert (out / "checkpoint-4" / "optimizer.pt").exists()
+
+
+@pytest.mark.parametrize("notes", ["5", '["a\\u0000b", 7]'], ids=["no list", "no paths"])
+def test_damaged_notes_count_as_none(notes: str, tmp_path: Path) -> None:
+    (tmp_path / "out" / ".axolotl").mkdir(parents=True)
+    (tmp_path / "out" / ".axolotl" / "written.json").write_text(notes)
+    (tmp_path / "out" / "a").write_text("mine")
+    OutputDir.open(tmp_path / "out", overwrite=True)
+    assert "a" in names(tmp_path / "out")
+
+
+def test_a_directory_under_the_name_of_a_file_of_the_run(tmp_path: Path) -> None:
+    (tmp_path / "out" / "metrics.jsonl").mkdir(parents=True)
+    with pytest.raises(EnvironmentFault, match="is a directory"):
+        OutputDir.open(tmp_path / "out").file("metrics.jsonl")

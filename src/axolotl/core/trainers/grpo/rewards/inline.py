@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import sys
 from collections import defaultdict
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, NoReturn
@@ -27,6 +28,7 @@ class InlineRewards:
     def __init__(self, functions: Sequence[RewardFunction]) -> None:
         self._functions = tuple(functions)
         self._runner: asyncio.Runner | None = None
+        self._has_warned = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -60,6 +62,7 @@ class InlineRewards:
         _check_extra(extra, count)
         columns = [checked_values(f, values, count) for f, values in zip(self._functions, returned, strict=True)]
         values = torch.tensor(columns, dtype=torch.float32).reshape(len(columns), count).T.contiguous()
+        self._warn_of_silence(values)
         return RewardResult(values=values, extra=dict(extra), metrics=dict(metrics))
 
     def close(self) -> None:
@@ -67,6 +70,18 @@ class InlineRewards:
         if self._runner is not None:
             self._runner.close()
             self._runner = None
+
+    def _warn_of_silence(self, values: torch.Tensor) -> None:
+        """Once: completions without any reward teach nothing, and the run would look healthy."""
+        if self._has_warned or not bool(values.isnan().all()):
+            return
+        self._has_warned = True
+        print(
+            f"warning: {', '.join(function.path for function in self._functions)} returned None for all "
+            f"{values.shape[0]} completions of a batch: nothing is learned from it",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def _awaited(self, returned: list[Any], columns: tuple[str, ...]) -> list[Any]:
         """`returned` with the awaitables of async functions replaced by their results."""

@@ -205,3 +205,16 @@ def test_a_logged_column_has_one_value_a_completion() -> None:
     with pytest.raises(RewardError) as caught:
         run(logs).score(REQUEST)
     assert caught.value.what == "log_extra: column 'parsed' has 3 values for 4 completions"
+
+
+def test_a_batch_without_any_reward_is_warned_of_once(capsys: pytest.CaptureFixture[str]) -> None:
+    def silent(completions: list[Any]) -> list[None]:
+        return [None] * len(completions)
+
+    rewards = run(silent, silent)
+    for _ in range(2):
+        rewards.score(REQUEST)
+    error = capsys.readouterr().err
+    assert error.count("warning:") == 1 and "rewards.f0, rewards.f1" in error and "all 4 completions" in error
+    run(silent, shortness).score(REQUEST)
+    assert capsys.readouterr().err == ""
