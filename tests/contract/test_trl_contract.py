@@ -61,6 +61,7 @@ def test_everything_we_override_exists_above_us() -> None:
         "_record_completions",
         "_record_sampling",
         "_remember",
+        "_tell_bias",
     }
 
 

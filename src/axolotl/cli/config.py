@@ -140,10 +140,13 @@ def _split(key: str) -> KeyPath:
 
 
 def _failure(problems: Iterable[Problem], root: Node, name: str) -> ConfigError:
+    problems = list(problems)
     details = _lines(problems, root, name)
+    codes = {problem.code for problem in problems}
     count = "1 problem" if len(details) == 1 else f"{len(details)} problems"
     return ConfigError(
         f"{count} in {name}",
+        code=codes.pop() if len(codes) == 1 else None,
         why="listed above, one a line",
         do="correct them and check again with: axolotl check " + name,
         details=tuple(details),

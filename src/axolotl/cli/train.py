@@ -242,7 +242,6 @@ def _connect(
     client.claim(run_id, ours)
     stack.callback(client.release)
     _check_rank(config, info.max_lora_rank)
-    _warn_of_bias(config)
     _say(f"generating with the {info.engine} engine at {client.url} ({info.dtype}, instance {info.instance_id})")
     return ServerLink(client, sync_dir(config) / "adapters" / run_id)
 
@@ -264,17 +263,6 @@ def _check_lengths(prompts: PromptData, config: AxolotlConfig, limit: int, name:
             code="E-CFG-14",
             why=f"{longest} tokens of prompt + trl.max_completion_length {config.trl.max_completion_length}",
             do=f"lower sequence_len or trl.max_completion_length, or {do} at least {needed}",
-        )
-
-
-def _warn_of_bias(config: AxolotlConfig) -> None:
-    trl = config.trl
-    filters = {"top_p": trl.top_p != 1.0, "top_k": bool(trl.top_k), "min_p": bool(trl.min_p)}
-    used = [f"trl.{name}" for name, is_set in filters.items() if is_set]
-    if used and trl.vllm_importance_sampling_correction:
-        _say(
-            f"warning: {', '.join(used)} cut the sampling distribution; importance weights compare it with the uncut "
-            "policy and come out too small (watch sampling/importance_sampling_ratio/mean)"
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from peft import LoraConfig
@@ -95,6 +95,8 @@ def lora_config(config: AxolotlConfig) -> LoraConfig | None:
         lora_dropout=config.lora_dropout,
         target_modules=targets,
         modules_to_save=config.lora_modules_to_save or None,
+        bias=config.lora_bias,
+        init_lora_weights=cast(Any, config.peft_init_lora_weights),
         use_dora=bool(config.peft_use_dora),
         use_rslora=bool(config.peft_use_rslora),
         task_type="CAUSAL_LM",

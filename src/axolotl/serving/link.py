@@ -14,3 +14,8 @@ class ServerLink:
 
     client: ServerClient
     directory: Path
+
+    @property
+    def weights_directory(self) -> Path:
+        """This run's place for full weights, beside the one for adapters."""
+        return self.directory.parent.parent / "weights" / self.directory.name

@@ -83,6 +83,8 @@ class ServerInfo(Body):
 
 MAX_INT = 2**31 - 1
 """Of versions, process ids and counts: a number that fits everywhere it goes."""
+CANARY_VERSION = 2**30
+"""The version number of the adapter that proves the way to the server; no run has so many steps."""
 RunId = Annotated[str, Field(pattern=r"^[a-z0-9-]{1,64}$")]
 
 
@@ -201,7 +203,7 @@ class StreamGroup(Body):
 
 
 class StreamProgress(Body):
-    """At least every `STREAM_INTERVAL_S` while the request runs. work: see `Progress`."""
+    """Every `STREAM_INTERVAL_S` in which no group finished, so that no such time is without a line. work: see `Progress`."""
 
     type: Literal["progress"] = "progress"
     work: int

@@ -2,17 +2,37 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator
 
 from axolotl.utils.schemas.base import Options, option
-from axolotl.utils.schemas.scalars import AsWord, Bool, Float, Int, Text, TextList, TextOrList
+from axolotl.utils.schemas.scalars import AsWord, Bool, Float, Int, Text, TextList, TextOrList, read_bool, show
 
 
 def _read_adapter(value: object) -> object:
     """An empty text is how some configs write full fine-tuning."""
     return None if value == "" else str(value) if isinstance(value, str) else value
+
+
+InitLora = bool | str
+INITS_OF_BASE = ("pissa", "olora")
+_INITS = ("gaussian", "orthogonal", *INITS_OF_BASE)
+
+
+def _read_init(value: object) -> object:
+    if (
+        value is None
+        or value in _INITS
+        or (isinstance(value, str) and re.fullmatch(r"pissa_niter_[1-9]\d{0,3}", value))
+    ):
+        return value
+    try:
+        return read_bool(value)
+    except ValueError:
+        choices = ", ".join(("true", "false", *_INITS, "pissa_niter_[number]"))
+        raise ValueError(f"needs one of {choices}, not {show(value)}") from None
 
 
 class AdapterOptions(Options):
@@ -29,5 +49,11 @@ class AdapterOptions(Options):
     lora_modules_to_save: TextList | None = option(None, "Modules that are trained and saved whole.")
     lora_bias: Annotated[Literal["none", "all", "lora_only"], AsWord] = option("none", "Which biases are trained.")
     lora_model_dir: Text | None = option(None, "Directory of an existing adapter to go on from.")
+    peft_init_lora_weights: Annotated[InitLora | None, BeforeValidator(_read_init)] = option(
+        None,
+        "How the adapter begins, in PEFT's words: `true`, `false`, `gaussian`, `orthogonal`, `pissa`, "
+        "`pissa_niter_[number]` or `olora`.",
+        null_means=True,
+    )
     peft_use_dora: Bool = option(False, "Train DoRA: direction and magnitude apart.")
     peft_use_rslora: Bool = option(False, "Scale by `lora_alpha / sqrt(lora_r)`.")

@@ -62,19 +62,10 @@ def _has_reward_model(value: list[str] | None, _: AxolotlConfig) -> bool:
     return any("/" in entry or Path(entry).is_dir() for entry in value or ())
 
 
-def _server_without_weights(value: bool, config: AxolotlConfig) -> bool:
-    return value and not (config.adapter is not None and config.trl.vllm_lora_sync)
-
-
 TRAINING: tuple[Row, ...] = (
-    Row(
-        "trl.use_vllm",
-        _server_without_weights,
-        "the server gets new weights as a LoRA adapter only; set adapter: lora and trl.vllm_lora_sync: true, "
-        "or use_vllm: false",
-    ),
     Row("trl.vllm_mode", lambda value, _: value == "colocate", "set server, or leave it out"),
     Row("trl.vllm_enable_sleep_mode", _set, "it belongs to vllm_mode: colocate; leave it out"),
+    Row("trl.weight_sync", lambda value, _: value == "nccl", "set files, or auto, which is files for now"),
     Row("trl.async_prefetch", _set, "set false: generation and training take turns"),
     Row("trl.prefetch_depth", _above(1), "set 1"),
     Row("trl.streaming_partial_batch", _set, "set false: the whole batch is scored at once"),
@@ -91,7 +82,6 @@ TRAINING: tuple[Row, ...] = (
     Row("trl.generation_batch_size", _several_steps, "leave it out: the prompts of one optimizer step"),
     Row("trl.num_generations_eval", _another_group_size, "leave it out: evaluation uses num_generations"),
     Row("trl.use_liger_loss", _set, "set false: log-probs are computed in chunks already"),
-    Row("lora_bias", lambda value, _: value != "none", "set none"),
     Row("lora_model_dir", _set, "leave it out: a run starts with a fresh adapter"),
     Row("streaming", _set, "set false"),
     Row("fp8", _set, "set false"),

@@ -13,11 +13,13 @@ Path = tuple[Key, ...]
 @dataclass(frozen=True)
 class Problem:
     """Something wrong with the option at `path`. `message` is the rest of the sentence that starts with the key.
-    `node` says where that is when the path alone does not: the key was moved or left out."""
+    `node` says where that is when the path alone does not: the key was moved or left out. code: of a report that has
+    problems of this kind only; None for the general one."""
 
     path: Path
     message: str
     node: Node | None = None
+    code: str | None = None
 
 
 @dataclass(frozen=True)

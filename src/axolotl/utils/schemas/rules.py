@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from axolotl.utils.schemas.adapter import INITS_OF_BASE
 from axolotl.utils.schemas.config import AxolotlConfig
 from axolotl.utils.schemas.hosts import is_this_machine
 from axolotl.utils.schemas.nodes import Path, Problem
-from axolotl.utils.schemas.paths import paths_can_exist
 from axolotl.utils.schemas.plan import prompt_limit, uses_server
 
 _WITHOUT_ARGUMENTS = frozenset(
@@ -167,22 +167,55 @@ def server_can_load_the_adapter(config: AxolotlConfig) -> list[Problem]:
     if not config.trl.vllm_lora_sync:
         return []
     because = "cannot be combined with trl.vllm_lora_sync: true"
+    instead = "; set it to false, and the server gets all the weights"
     problems = []
+
+    def refuse(key: str, reason: str) -> None:
+        problems.append(Problem((key,), f"{because} ({reason}){instead}", code="E-CFG-22"))
+
     if config.adapter is None:
         message = "needs an adapter to send; set adapter: lora"
         problems.append(Problem(("trl", "vllm_lora_sync"), message))
     if config.peft_use_dora:
-        problems.append(Problem(("peft_use_dora",), f"{because} (the server cannot serve DoRA)"))
+        refuse("peft_use_dora", "the server cannot serve DoRA")
     if config.lora_bias != "none":
-        problems.append(Problem(("lora_bias",), f"{because} (the server cannot serve trained biases)"))
+        refuse("lora_bias", "the server cannot serve trained biases")
     if config.lora_modules_to_save:
-        problems.append(Problem(("lora_modules_to_save",), f"{because} (the server gets the adapter only)"))
+        refuse("lora_modules_to_save", "the server gets the adapter only")
     if "embed_tokens" in _target_names(config):
-        problems.append(Problem(("lora_target_modules",), f"{because} (the server cannot adapt embed_tokens)"))
+        refuse("lora_target_modules", "the server cannot adapt embed_tokens")
+    if _changes_base(config):
+        refuse(
+            "peft_init_lora_weights", f"{config.peft_init_lora_weights} changes the base model, which the server has"
+        )
     if config.lora_r > MAX_SERVED_RANK:
         message = f"is {config.lora_r}; the server takes ranks up to {MAX_SERVED_RANK}"
-        problems.append(Problem(("lora_r",), message))
+        problems.append(Problem(("lora_r",), message, code="E-CFG-21"))
     return problems
+
+
+def server_can_take_all_weights(config: AxolotlConfig) -> list[Problem]:
+    """Without adapter sync the server gets the weights under the base model's own names and shapes."""
+    if not uses_server(config) or config.trl.vllm_lora_sync:
+        return []
+    quantised = {"adapter": config.adapter == "qlora"}
+    quantised |= {name: bool(getattr(config, name)) for name in ("load_in_4bit", "load_in_8bit")}
+    message = "makes weights that a server cannot take as they are; set trl.vllm_lora_sync: true"
+    return [Problem((name,), message) for name, is_set in quantised.items() if is_set]
+
+
+def reference_is_the_base_model(config: AxolotlConfig) -> list[Problem]:
+    """With an adapter the reference policy is the model without it, which must be the base model still."""
+    if not config.trl.beta or config.adapter is None:
+        return []
+    changed = {"lora_bias": config.lora_bias != "none", "peft_init_lora_weights": _changes_base(config)}
+    message = "changes the base model itself, which trl.beta above 0 needs as the reference; remove one of them"
+    return [Problem((name,), message) for name, is_set in changed.items() if is_set]
+
+
+def _changes_base(config: AxolotlConfig) -> bool:
+    init = config.peft_init_lora_weights
+    return isinstance(init, str) and init.startswith(INITS_OF_BASE)
 
 
 def head_has_no_adapter(config: AxolotlConfig) -> list[Problem]:
@@ -333,11 +366,11 @@ def gdpo_normalises_first(config: AxolotlConfig) -> list[Problem]:
 
 AS_WRITTEN: tuple[Rule, ...] = (one_address, one_cap)
 COMMON: tuple[Rule, ...] = (
-    paths_can_exist,
     one_quantization,
     prompts_have_room,
     managed_server_is_here,
     server_can_load_the_adapter,
+    server_can_take_all_weights,
     head_has_no_adapter,
     no_plugins,
 )
@@ -358,5 +391,6 @@ TRAINING: tuple[Rule, ...] = (
     vespo_has_token_weights,
     clip_range_is_open,
     reference_can_follow,
+    reference_is_the_base_model,
     gdpo_normalises_first,
 )

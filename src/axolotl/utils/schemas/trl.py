@@ -158,7 +158,20 @@ class TRLConfig(Options):
     vllm_sync_interval: Int | None = option(
         None, "Send the adapter to the server after every so many optimizer steps.", null_means=1, ge=1
     )
-    vllm_lora_sync: Bool = option(False, "Send the LoRA adapter to the server as files in `vllm.sync_dir`.")
+    vllm_lora_sync: Bool = option(
+        False, "Send the LoRA adapter to the server as files in `vllm.sync_dir`; otherwise it gets all the weights."
+    )
+    weight_sync: Annotated[Literal["auto", "files", "nccl"], AsWord] = option(
+        "auto",
+        "How all the weights get to the server, where no adapter is sent: as files in `vllm.sync_dir`, or over NCCL "
+        "(`auto`: NCCL where both sides have GPUs and the server offers it).",
+    )
+    sync_check_interval: Int = option(
+        1,
+        "Compare the server's log-probs of a few fixed tokens with the trainer's after every so many pushes; 0 proves "
+        "the way to the server once, at the start.",
+        ge=0,
+    )
     streaming_partial_batch: Bool | None = option(
         None, "Score groups as they arrive instead of waiting for the whole batch.", null_means=False
     )

@@ -20,7 +20,6 @@ def one_process(monkeypatch):
 @pytest.mark.parametrize(
     ("option", "value", "shown"),
     [
-        ("lora_bias", "all", "all"),
         ("lora_model_dir", "a/b", "a/b"),
         ("streaming", True, "true"),
         ("fp8", True, "true"),
@@ -51,21 +50,6 @@ def test_no_default_is_refused():
         }
     )
     assert not_available(written_out, "train") == []
-
-
-@pytest.mark.parametrize(
-    ("trl", "options", "is_refused"),
-    [
-        ({"use_vllm": True}, {}, True),
-        ({"use_vllm": True}, {"adapter": "lora"}, True),
-        ({"use_vllm": True, "vllm_lora_sync": True}, {"adapter": "lora"}, False),
-        ({}, {}, False),
-        ({}, {"adapter": "lora"}, False),
-    ],
-)
-def test_a_server_that_never_gets_the_weights_is_not_possible(trl, options, is_refused):
-    lines = not_available(make(trl, **options), "train")
-    assert [line.startswith("not available yet: trl.use_vllm: true") for line in lines] == [True] * is_refused
 
 
 @pytest.mark.parametrize(("prompts", "is_refused"), [(1, True), (2, False), (4, True)])

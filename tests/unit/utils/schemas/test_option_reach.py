@@ -9,16 +9,20 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
 
 from axolotl.cli import train
 from axolotl.cli.config import LoadedConfig, config_from_mapping
-from axolotl.core.trainers.grpo import specs
+from axolotl.core.trainers.grpo import assembly, specs
 from axolotl.core.trainers.grpo.args import grpo_arguments
 from axolotl.core.trainers.grpo.rewards.loading import load_rewards
 from axolotl.data.prompts import prepare_prompts
+from axolotl.loaders.precision import Precision
+from axolotl.serving.link import ServerLink
 from axolotl.utils.schemas.availability import not_available
 from axolotl.utils.schemas.config import AxolotlConfig
 from axolotl.utils.schemas.plan import batch_plan, server_url, uses_server
@@ -206,14 +210,36 @@ def allows_async(config: AxolotlConfig) -> bool:
     return asynchronous_options_have_a_producer(asked) == []
 
 
-def may_train(config: AxolotlConfig) -> bool:
-    """With a server, `train` asks for the way in which weights get to it."""
-    return not_available(config, "train") == []
+def checks(config: AxolotlConfig) -> Any:
+    """What the proof of sync is built with."""
+    return sync_parts(config)[1]["check_interval"]
+
+
+def sends_adapter(config: AxolotlConfig) -> bool:
+    """Whether what is delivered to the server is an adapter, or all the weights."""
+    return bool(sync_parts(config)[0].has_adapter)
+
+
+def sync_parts(config: AxolotlConfig) -> tuple[Any, dict[str, Any]]:
+    """The delivery and the keywords that `ProvenSync` gets."""
+    given: list[tuple[Any, dict[str, Any]]] = []
+    info = SimpleNamespace(max_model_len=64, dtype="float32")
+    parts: Any = SimpleNamespace(
+        config=config,
+        server=ServerLink(cast(Any, SimpleNamespace(info=info)), Path("sync/adapters/run-1")),
+        prompts=SimpleNamespace(train=[SimpleNamespace(ids=[1, 2, 3])]),
+        precision=Precision(torch.float32, None),
+        device="cpu",
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(assembly, "ProvenSync", lambda delivery, *_, **more: given.append((delivery, more)))
+        assembly._weight_sync(parts, cast(Any, SimpleNamespace(policy=None)))
+    return given[0]
 
 
 PRODUCER = {"use_data_producer": True}
 TABLE: dict[str, Reaches | Refused] = {
-    "use_vllm": Reaches(True, uses_server, True, {"vllm_lora_sync": True}, SERVED),
+    "use_vllm": Reaches(True, uses_server, True),
     "vllm_mode": Refused("colocate"),
     "vllm_server_host": Reaches("gpu-node", server_url, "http://gpu-node:8000"),
     "vllm_server_port": Reaches(9001, server_url, "http://127.0.0.1:9001"),
@@ -254,7 +280,9 @@ TABLE: dict[str, Reaches | Refused] = {
     "async_prefetch": Refused(True, PRODUCER),
     "prefetch_depth": Refused(2, PRODUCER),
     "vllm_sync_interval": Reaches(5, pipeline("sync_interval"), 5, WITH_SERVER, SERVED),
-    "vllm_lora_sync": Reaches(True, may_train, True, {"use_vllm": True}, SERVED),
+    "vllm_lora_sync": Reaches(True, sends_adapter, True, {"use_vllm": True}, SERVED),
+    "weight_sync": Refused("nccl"),
+    "sync_check_interval": Reaches(3, checks, 3, WITH_SERVER, SERVED),
     "streaming_partial_batch": Refused(True, PRODUCER),
     "streaming_min_groups": Refused(2, PRODUCER),
     "skip_zero_advantage_batches": Refused(False),

@@ -87,6 +87,20 @@ def findings(trl=None, vllm=None, **options):
             {"micro_batch_size": 257},
             "trl.num_generations: is 257; the server takes groups of up to 256",
         ),
+        (
+            {"vllm_lora_sync": True},
+            {},
+            LORA | {"peft_init_lora_weights": "pissa"},
+            "peft_init_lora_weights: cannot be combined",
+        ),
+        ({"use_vllm": True}, {}, {"adapter": "qlora"}, "adapter: makes weights that a server cannot take as they are"),
+        ({"beta": 0.1}, {}, LORA | {"lora_bias": "all"}, "lora_bias: changes the base model itself"),
+        (
+            {"beta": 0.1},
+            {},
+            LORA | {"peft_init_lora_weights": "olora"},
+            "peft_init_lora_weights: changes the base model",
+        ),
         ({"vllm_lora_sync": True}, {}, LORA | {"lora_r": 513}, "lora_r: is 513; the server takes ranks up to 512"),
         ({"vllm_server_host": "10.0.0.5"}, {"managed": True}, {}, "vllm.managed: starts a server on this machine"),
         ({}, {}, {"flash_attention": True, "eager_attention": True}, "eager_attention: cannot be combined with flash"),
@@ -152,6 +166,9 @@ def test_a_rule_finds_what_it_is_about(trl, vllm, options, finding):
         ({"prefetch_depth": 1, "streaming_min_groups": 1, "streaming_partial_batch": False}, {}, {}),
         ({"async_prefetch": True, "prefetch_depth": 3, "use_data_producer": True}, {}, {}),
         ({"vllm_lora_sync": True}, {}, LORA | {"lora_r": 512, "lora_target_modules": ["q_proj"]}),
+        ({"use_vllm": True}, {}, LORA | {"peft_use_dora": True, "lora_bias": "all", "peft_init_lora_weights": "pissa"}),
+        ({"vllm_lora_sync": True}, {}, LORA | {"peft_init_lora_weights": "gaussian"}),
+        ({"use_vllm": True, "vllm_lora_sync": True}, {}, {"adapter": "qlora"}),
         ({}, {}, LORA | {"peft_use_dora": True, "lora_modules_to_save": ["lm_head"]}),
         ({"vllm_server_host": "127.0.0.1"}, {"host": "0.0.0.0"}, {}),
         ({"vllm_server_host": "0.0.0.0"}, {"host": "localhost"}, {}),
@@ -199,3 +216,19 @@ def test_batches_of_whole_groups(micro, steps, group):
 
 def test_the_limit_on_groups_is_the_servers():
     assert MAX_SERVED_GROUP == MAX_N
+
+
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [
+        ({"peft_use_dora": True}, "E-CFG-22"),
+        ({"peft_use_dora": True, "lora_bias": "all"}, "E-CFG-22"),
+        ({"lora_r": 513}, "E-CFG-21"),
+        ({"lora_r": 513, "lora_bias": "all"}, "E-CFG-01"),
+    ],
+)
+def test_problems_of_one_kind_have_its_code(options, code):
+    data = {"base_model": "m", "rl": "grpo", "micro_batch_size": 8, "datasets": [{"path": "a"}], **LORA, **options}
+    with pytest.raises(ConfigError) as caught:
+        config_from_mapping({**data, "trl": {"reward_funcs": ["r.f"], "use_vllm": True, "vllm_lora_sync": True}})
+    assert (caught.value.code, caught.value.exit_code) == (code, 2)

@@ -189,7 +189,8 @@ TOP_LEVEL: dict[str, Reaches | Refused | Wrong] = {
         True, adapter("target_modules"), "all-linear", {**LORA, "lora_target_modules": ["q_proj"]}
     ),
     "lora_modules_to_save": Reaches(["lm_head"], adapter("modules_to_save"), ["lm_head"], LORA),
-    "lora_bias": Refused("all"),
+    "lora_bias": Reaches("all", adapter("bias"), "all", LORA),
+    "peft_init_lora_weights": Reaches("pissa", adapter("init_lora_weights"), "pissa", LORA),
     "lora_model_dir": Refused("a"),
     "peft_use_dora": Reaches(True, adapter("use_dora"), True, LORA),
     "peft_use_rslora": Reaches(True, adapter("use_rslora"), True, LORA),

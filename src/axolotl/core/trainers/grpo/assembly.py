@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
+import torch
 from peft import PeftModel
 from transformers import PreTrainedTokenizerBase, PrinterCallback
 from trl import GRPOConfig  # type: ignore[attr-defined]
@@ -20,8 +21,13 @@ from axolotl.core.trainers.grpo.sampler import GroupSampler
 from axolotl.core.trainers.grpo.scoring import Scorer
 from axolotl.core.trainers.grpo.specs import advantage_spec, importance_spec, sampling, step_spec
 from axolotl.core.trainers.grpo.trainer import AxolotlGRPOTrainer
+from axolotl.core.trainers.grpo.weight_sync.agreement import tolerance
+from axolotl.core.trainers.grpo.weight_sync.delivery import Delivery
+from axolotl.core.trainers.grpo.weight_sync.full_weights import FullWeights
 from axolotl.core.trainers.grpo.weight_sync.in_process import InProcessSync
 from axolotl.core.trainers.grpo.weight_sync.lora_files import LoraFiles
+from axolotl.core.trainers.grpo.weight_sync.probe import PolicyProbe, Probe
+from axolotl.core.trainers.grpo.weight_sync.proof import ProvenSync
 from axolotl.data.prompts import PromptData
 from axolotl.loaders.model import load_model, lora_config
 from axolotl.loaders.precision import Precision
@@ -104,7 +110,28 @@ def _arguments(parts: Parts, sampler: GroupSampler) -> GRPOConfig:
 def _weight_sync(parts: Parts, trainer: AxolotlGRPOTrainer) -> WeightSync:
     if parts.server is None:
         return InProcessSync(trainer.policy)
-    return LoraFiles(lambda: cast(PeftModel, trainer.policy()), parts.server.client, parts.server.directory)
+    config, client = parts.config, parts.server.client
+    probe = Probe.of_prompt(parts.prompts.train[0].ids, client.info.max_model_len)
+    return ProvenSync(
+        _delivery(parts, trainer, parts.server),
+        client,
+        PolicyProbe(trainer.policy, probe, cast(float, config.trl.temperature)),
+        tolerance=tolerance(
+            is_half=_is_half(parts.precision) or client.info.dtype != "float32",
+            is_quantised=config.adapter == "qlora" or bool(config.load_in_4bit or config.load_in_8bit),
+        ),
+        check_interval=config.trl.sync_check_interval,
+    )
+
+
+def _delivery(parts: Parts, trainer: AxolotlGRPOTrainer, server: ServerLink) -> Delivery:
+    if parts.config.trl.vllm_lora_sync:
+        return LoraFiles(lambda: cast(PeftModel, trainer.policy()), server.client, server.directory)
+    return FullWeights(trainer.policy, server.client, server.weights_directory)
+
+
+def _is_half(precision: Precision) -> bool:
+    return precision.weights != torch.float32 or precision.autocast is not None
 
 
 def _producer(parts: Parts, trainer: AxolotlGRPOTrainer, sync: WeightSync, sampler: GroupSampler) -> SyncProducer:

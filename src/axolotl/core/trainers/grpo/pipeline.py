@@ -23,6 +23,7 @@ from axolotl.core.trainers.grpo.scoring import ScoredBatch, Scorer, loss_mask
 from axolotl.core.trainers.grpo.specs import StepSpec
 from axolotl.core.trainers.grpo.types import RolloutBatch
 from axolotl.core.trainers.grpo.weight_sync.schedule import is_due, version_of
+from axolotl.errors import SyncError
 
 
 @dataclass(frozen=True)
@@ -47,10 +48,12 @@ class RolloutPipeline:
     def step(self, step: int) -> StepBatch:
         """The micro-batches of optimizer step `step`, counted from 0."""
         started = time.perf_counter()
-        if is_due(step, self.sync.version, self.spec.sync_interval):
+        is_pushed = is_due(step, self.sync.version, self.spec.sync_interval)
+        if is_pushed:
             self.sync.push(version_of(step))
         synced = time.perf_counter()
         batch = self.producer.produce(step)
+        _require_pushed(batch, self.sync.version)
         generated = time.perf_counter()
         scored = self.scorer.score(batch)
         done = time.perf_counter()
@@ -58,6 +61,7 @@ class RolloutPipeline:
         metrics = {
             **self.describe(scored),
             **staleness_metrics(batch, version_of(step)),
+            **(self.sync.metrics if is_pushed else {}),
             "time/sync": synced - started,
             "time/generate": seconds,
             "time/rewards": done - generated,
@@ -67,6 +71,7 @@ class RolloutPipeline:
 
     def evaluate(self, batch: RolloutBatch) -> StepBatch:
         """The same for held-out prompts, whose rollouts the caller made after `catch_up`."""
+        _require_pushed(batch, self.sync.version)
         scored = self.scorer.score(batch)
         return StepBatch(self._cut(scored), scored, self.describe(scored))
 
@@ -95,3 +100,15 @@ class RolloutPipeline:
         self.producer.close()
         self.scorer.rewards.close()
         self.sync.close()
+
+
+def _require_pushed(batch: RolloutBatch, newest: int) -> None:
+    """Raise `E-SYN-12` for a completion of a version that no push has confirmed, the base model's included."""
+    strange = {version for version in batch.adapter_versions if not 1 <= version <= newest}
+    if strange:
+        raise SyncError(
+            f"completions of policy version {min(strange)} were not asked for; versions 1 to {newest} were pushed",
+            code="E-SYN-12",
+            why="training on another policy's completions would go wrong without a sign",
+            do="please report",
+        )

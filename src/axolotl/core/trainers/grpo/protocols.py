@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from axolotl.core.trainers.grpo.types import CompletionGroup, PromptRow, RewardRequest, RewardResult, RolloutBatch
@@ -57,6 +57,11 @@ class WeightSync(Protocol):
     @property
     def version(self) -> int:
         """The version that the generator is known to serve; 0 is the base model."""
+        ...
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """Numbers of the last push, under the names they are logged with."""
         ...
 
     def push(self, version: int) -> None:

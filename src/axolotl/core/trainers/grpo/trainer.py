@@ -7,6 +7,7 @@ model, checkpoints and logs. What we rely on is pinned by `tests/contract/test_t
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -26,7 +27,7 @@ from axolotl.core.trainers.grpo.microbatch import MicroBatch
 from axolotl.core.trainers.grpo.pipeline import RolloutPipeline, StepBatch
 from axolotl.core.trainers.grpo.rollout.producer import SyncProducer
 from axolotl.core.trainers.grpo.sampler import GroupSampler
-from axolotl.core.trainers.grpo.types import PromptRow
+from axolotl.core.trainers.grpo.types import PromptRow, RolloutBatch
 from axolotl.errors import NumericError
 
 Inputs = dict[str, torch.Tensor]
@@ -68,6 +69,8 @@ class AxolotlGRPOTrainer(GRPOTrainer):
         self.vllm_importance_sampling_correction = importance is not None
         self._forward: Forward | None = None
         self._weighted: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._ratios: list[torch.Tensor] = []
+        self._is_bias_told = False
 
     # -- data: one ticket an optimizer step ---------------------------------------------------------------------
 
@@ -96,6 +99,7 @@ class AxolotlGRPOTrainer(GRPOTrainer):
             with nullcontext() if is_last else self.accelerator.no_sync(model):
                 total += self._run(model, micro_batch)
         self._record_sampling("train")
+        self._tell_bias(step.scored.batch)
         if not bool(total.isfinite()):
             raise NumericError(
                 f"the loss of step {self.state.global_step + 1} is not finite ({total.item()})",
@@ -140,6 +144,8 @@ class AxolotlGRPOTrainer(GRPOTrainer):
         sampling = inputs["sampling_per_token_logps"]
         result = importance_weights(policy, sampling, inputs["completion_mask"], self.importance)
         self._remember(result, (policy - sampling).abs())
+        if not self._is_bias_told:
+            self._ratios.append((policy - sampling)[result.known.bool()].exp().cpu())
         return result.weights
 
     # -- log-probs ----------------------------------------------------------------------------------------------
@@ -238,6 +244,21 @@ class AxolotlGRPOTrainer(GRPOTrainer):
         self._weighted.clear()
         for name, value in sampling_metrics(gaps, weights).items():
             self._metrics[mode][name].append(value)
+
+    def _tell_bias(self, batch: RolloutBatch) -> None:
+        """Once: what filters cost whose kept mass the engine does not tell, measured while every ratio should be 1."""
+        if self._is_bias_told or not self._ratios:
+            return
+        mean = torch.cat(self._ratios).mean().item()
+        self._ratios.clear()
+        self._is_bias_told = True
+        if batch.is_renormalised:
+            print(
+                "warning: top_p, top_k or min_p cut the distribution and the server does not say what they kept: the "
+                f"mean importance ratio is {mean:.3f} where it should be 1; leave them out for unbiased weights",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """TRL would write its README.md over a user's at every checkpoint; PEFT and transformers leave one in each."""

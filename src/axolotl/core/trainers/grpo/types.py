@@ -36,6 +36,7 @@ class Completion:
 
     ids: `[c]`, c >= 1. logprobs: `[c]` of the distribution each token was drawn from, NaN where unknown, or None when
     the backend has none. adapter_version and instance_id name the policy that made it; version 0 is the base model.
+    is_renormalised: the log-probs are of a distribution that top_p, top_k or min_p cut, what they kept is unknown.
     """
 
     ids: tuple[int, ...]
@@ -43,6 +44,7 @@ class Completion:
     is_truncated: bool
     adapter_version: int
     instance_id: str
+    is_renormalised: bool = False
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,8 @@ class RolloutBatch:
 
     prompt_ids, prompt_mask: `[N, P]` int64. completion_ids, completion_mask: `[N, C]` int64.
     sampling_logps: `[N, C]` float32, NaN where unknown, 0 on padding; None when the backend has none.
-    is_truncated: `[N]` bool. adapter_versions: N ints. instance_ids: N strings.
+    is_truncated: `[N]` bool. adapter_versions: N ints. instance_ids: N strings. is_renormalised: see `Completion`;
+    whether it is true of any.
     """
 
     prompt_ids: torch.Tensor
@@ -96,6 +99,7 @@ class RolloutBatch:
     group_size: int
     adapter_versions: tuple[int, ...]
     instance_ids: tuple[str, ...]
+    is_renormalised: bool = False
 
     def __post_init__(self) -> None:
         n = self.completion_ids.shape[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -33,6 +34,7 @@ def collate(groups: Sequence[CompletionGroup], *, pad_token_id: int, eos_token_i
         group_size=group_size,
         adapter_versions=tuple(c.adapter_version for c in completions),
         instance_ids=tuple(c.instance_id for c in completions),
+        is_renormalised=any(c.is_renormalised for c in completions),
     )
 
 
@@ -40,13 +42,7 @@ def _not_empty(completion: Completion, eos_token_id: int) -> Completion:
     if completion.ids:
         return completion
     logprobs = None if completion.logprobs is None else (math.nan,)
-    return Completion(
-        ids=(eos_token_id,),
-        logprobs=logprobs,
-        is_truncated=completion.is_truncated,
-        adapter_version=completion.adapter_version,
-        instance_id=completion.instance_id,
-    )
+    return replace(completion, ids=(eos_token_id,), logprobs=logprobs)
 
 
 def _pad(sequences: Sequence[Sequence[int]], value: int, *, left: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from torch import nn
 
@@ -22,6 +22,10 @@ class InProcessSync:
     @property
     def version(self) -> int:
         return self._version
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        return {}
 
     def push(self, version: int) -> None:
         """Raises `NumericError` when a trained weight is not finite."""
