@@ -17,7 +17,7 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -31,7 +31,7 @@ from axolotl.serving.lease import Lease
 from axolotl.serving.recovery import Keeper, Patience, Recovery
 from axolotl.serving.reply import Answers
 from axolotl.serving.streamed import read_groups
-from axolotl.serving.transport import Lost, Transport, is_loopback
+from axolotl.serving.transport import Lost, Transport, Waiting, is_loopback
 from axolotl.serving.wire import (
     AdapterResponse,
     Fingerprint,
@@ -48,7 +48,7 @@ from axolotl.serving.wire import (
 __all__ = ["Keeper", "ServerClient", "is_loopback"]
 
 PROGRESS_TIMEOUT_S = 5.0
-RELEASE_TIMEOUT_S = 30.0
+RELEASE_TIMEOUT_S = 10.0
 
 
 class ServerClient:
@@ -59,6 +59,8 @@ class ServerClient:
         sync_dir: where the server left its token, unless `AXOLOTL_SERVER_TOKEN` gives it.
         timeout_s: the longest time without contact or progress; also the deadline of `wait_ready`.
         keeper: who can start the server again; None when that is a person.
+        waiting: entered on the calling thread while nothing happens but waiting for the server; what it raises, or a
+            signal's handler inside it, ends the call.
         say: gets a line when a pause begins, every 30 s, and when it ends.
         transport, sleep, clock: for tests.
     """
@@ -71,14 +73,15 @@ class ServerClient:
         *,
         keeper: Keeper | None = None,
         say: Say = handshake.silent,
+        waiting: Waiting = nullcontext,
         transport: httpx.BaseTransport | None = None,
         sleep: Callable[[float], None] = time.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._timeout_s = timeout_s
         self._say = say
-        self._ticker = Ticker(sleep, clock)
-        self._transport = Transport(url, sync_dir, transport)
+        self._ticker = Ticker(_sleep_in(waiting, sleep), clock)
+        self._transport = Transport(url, sync_dir, transport, waiting)
         self._holding = Holding(self._transport, timeout_s, self._ticker)
         self._recovery = Recovery(self._transport, self._holding, timeout_s, self._ticker, say, keeper)
         self._lease: Lease | None = None
@@ -297,3 +300,11 @@ class ServerClient:
     def _check_lease(self) -> None:
         if self._lease is not None and self._lease.problem is not None:
             raise self._lease.problem
+
+
+def _sleep_in(waiting: Waiting, sleep: Callable[[float], None]) -> Callable[[float], None]:
+    def wait(seconds: float) -> None:
+        with waiting():
+            sleep(seconds)
+
+    return wait

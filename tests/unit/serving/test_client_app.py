@@ -1,0 +1,94 @@
+"""The client and the real app over a fake engine: what a restart, a hung engine and a slow one look like to it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import httpx
+import pytest
+
+from axolotl.errors import ServerError
+from axolotl.serving.client import ServerClient
+from axolotl.serving.engines.protocol import Engine
+from tests.fakes.engine import FAKE_FINGERPRINT, FakeEngine
+from tests.support.adapters import publish_fake
+from tests.support.live_server import LiveServer, live_server
+from tests.support.requests import request_for
+
+
+class Address(httpx.BaseTransport):
+    """One address behind which one server follows another."""
+
+    def __init__(self, server: LiveServer) -> None:
+        self.server = server
+        self.before_generate: Callable[[], None] | None = None
+        self._sockets = httpx.HTTPTransport(verify=False)
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        hook, is_generate = self.before_generate, request.url.path == "/generate/"
+        if hook is not None and is_generate:
+            self.before_generate = None
+            hook()
+        request.url = request.url.copy_with(port=httpx.URL(self.server.url).port)
+        return self._sockets.handle_request(request)
+
+    def close(self) -> None:
+        self._sockets.close()
+
+
+def serve(stack: ExitStack, directory: Path, engine: FakeEngine, instance_id: str) -> LiveServer:
+    async def create() -> Engine:
+        return engine
+
+    return stack.enter_context(live_server(directory, create, instance_id=instance_id))
+
+
+def test_a_restarted_server_gets_the_versions_from_their_files(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        old, new = FakeEngine(), FakeEngine()
+        address = Address(serve(stack, tmp_path, old, "one"))
+        client = stack.enter_context(ServerClient("http://127.0.0.1:1", tmp_path, 20, transport=address))
+        client.wait_ready()
+        client.claim("r", FAKE_FINGERPRINT)
+        for version in (1, 2, 3):
+            client.set_adapter(version, publish_fake(tmp_path, "r", version))
+        request = request_for(version=3)
+        before = client.generate(request)
+
+        def restart() -> None:
+            address.server = serve(stack, tmp_path, new, "two")
+
+        address.before_generate = restart
+        after = client.generate(request)
+        assert (before.instance_id, after.instance_id) == ("one", "two")
+        assert after.groups == before.groups
+        assert new.calls == ["reset", "load v2", "load v3", "generate v3"]
+
+
+@pytest.mark.parametrize("scores", [False, True])
+def test_an_engine_that_does_nothing_is_hung_though_the_server_speaks(scores: bool, tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        engine = FakeEngine()
+        engine.gate.clear()
+        if scores:
+            engine.score = lambda *_: hold(engine)  # type: ignore[method-assign,assignment]
+        server = serve(stack, tmp_path, engine, "one")
+        client = stack.enter_context(server.client(timeout_s=2.5))
+        client.wait_ready()
+        request = request_for(1).model_copy(update={"score_ids": [[2]] if scores else None})
+        began = time.monotonic()
+        with pytest.raises(ServerError, match="makes no progress") as problem:
+            client.generate(request)
+        assert problem.value.code == "E-SRV-05" and 2 < time.monotonic() - began < 8
+
+
+def hold(engine: FakeEngine) -> Awaitable[list[list[float]]]:
+    async def wait() -> list[list[float]]:
+        await engine.gate.wait()
+        return []
+
+    return asyncio.ensure_future(wait())
