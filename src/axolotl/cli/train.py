@@ -229,18 +229,22 @@ def _connect(
     config: AxolotlConfig, prompts: PromptData, server: ManagedServer | None, stop: StopRequest, stack: ExitStack
 ) -> ServerLink:
     """Wait for the server, check that it serves our base model, and claim it for this run."""
+    from axolotl.core.trainers.grpo.specs import sampling
     from axolotl.serving.fingerprint import fingerprint
 
     timeout = _server_timeout(config)
-    client = stack.enter_context(ServerClient(server_url(config), sync_dir(config), timeout))
+    client = stack.enter_context(
+        ServerClient(server_url(config), sync_dir(config), timeout, keeper=server, say=_say, waiting=stop.interruptible)
+    )
     info = server.wait_ready(client, _say) if server is not None else client.wait_ready(_say)
     run_id = f"run-{uuid.uuid4().hex[:12]}"
     _check_lengths(
         prompts, config, info.max_model_len, "the server's max_model_len", "start it with vllm.max_model_len"
     )
     ours = fingerprint(config.base_model, config.revision_of_model, bool(config.trust_remote_code))
-    client.claim(run_id, ours)
+    client.claim(run_id, ours, sampling(config))
     stack.callback(client.release)
+    stack.enter_context(client.renewing())
     _check_rank(config, info.max_lora_rank)
     _say(f"generating with the {info.engine} engine at {client.url} ({info.dtype}, instance {info.instance_id})")
     return ServerLink(client, sync_dir(config) / "adapters" / run_id)

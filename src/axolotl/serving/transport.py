@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import ipaddress
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TypeVar
 
@@ -47,13 +47,24 @@ class Lost(Exception):
         self.refusal = refusal
 
 
-class Transport:
-    """Used from any thread. transport: for tests."""
+Waiting = Callable[[], AbstractContextManager[None]]
 
-    def __init__(self, url: str, sync_dir: Path, transport: httpx.BaseTransport | None = None) -> None:
+
+class Transport:
+    """Used from any thread. waiting: entered while nothing happens but waiting for the server, so that whoever has
+    something more urgent may raise from it. transport: for tests."""
+
+    def __init__(
+        self,
+        url: str,
+        sync_dir: Path,
+        transport: httpx.BaseTransport | None = None,
+        waiting: Waiting = nullcontext,
+    ) -> None:
         self.url = url.rstrip("/")
         self._sync_dir = sync_dir
         self._transport = transport
+        self._waiting = waiting
         is_local = is_loopback(url)
         self._http = httpx.Client(
             base_url=self.url,
@@ -75,7 +86,8 @@ class Transport:
         """Whatever answers. Raises `Lost` when nobody does."""
         timeout = httpx.Timeout(min(CONNECT_TIMEOUT_S, timeout_s), read=timeout_s)
         try:
-            return self._http.get(path, headers=self._headers(), timeout=timeout)
+            with self._waiting():
+                return self._http.get(path, headers=self._headers(), timeout=timeout)
         except httpx.TransportError as error:
             raise Lost(reason_of(error)) from error
 
@@ -96,7 +108,8 @@ class Transport:
         """
         content = body.model_dump_json() if body is not None else "{}"
         try:
-            reply = self._http.post(path, content=content, headers=self._headers(), timeout=_timeout(read_s))
+            with self._waiting():
+                reply = self._http.post(path, content=content, headers=self._headers(), timeout=_timeout(read_s))
         except httpx.TransportError as problem:
             raise Lost(reason_of(problem)) from problem
         self._check(reply, instance_id, error)
@@ -112,10 +125,15 @@ class Transport:
         Raises:
             Lost, AxolotlError: as `post`.
         """
+        content = body.model_dump_json()
         try:
-            with self._http.stream(
-                "POST", path, content=body.model_dump_json(), headers=self._headers(), timeout=_timeout(read_s)
-            ) as reply:
+            with ExitStack() as stack:
+                with self._waiting():
+                    reply = stack.enter_context(
+                        self._http.stream(
+                            "POST", path, content=content, headers=self._headers(), timeout=_timeout(read_s)
+                        )
+                    )
                 if reply.status_code != 200:
                     reply.read()
                 self._check(reply, instance_id, ServerError)
@@ -173,7 +191,8 @@ class Transport:
         """Complete lines only: what a cut connection leaves of one is nothing."""
         parts: list[bytes] = []
         size = 0
-        for chunk in reply.iter_bytes():
+        chunks = reply.iter_bytes()
+        while (chunk := self._next(chunks)) is not None:
             first, *others = chunk.split(b"\n")
             parts.append(first)
             size += len(first)
@@ -183,6 +202,10 @@ class Transport:
                 yield b"".join(parts)
                 yield from others[:-1]
                 parts, size = [others[-1]], len(others[-1])
+
+    def _next(self, chunks: Iterator[bytes]) -> bytes | None:
+        with self._waiting():
+            return next(chunks, None)
 
     def _headers(self) -> dict[str, str]:
         headers = {"content-type": "application/json"}
