@@ -12,7 +12,7 @@ import pytest
 
 from axolotl.serving.engines import vllm_arguments, vllm_plugin, vllm_sampling
 from axolotl.serving.engines.protocol import EngineSettings
-from axolotl.serving.engines.vllm_worker import AdapterReport
+from axolotl.serving.engines.vllm_worker import WorkerExtension
 
 pytestmark = [
     pytest.mark.contract,
@@ -212,19 +212,31 @@ def test_the_worker_keeps_adapters_where_the_report_looks() -> None:
     assert "self.lora_manager" in inspect.getsource(lora_model_runner_mixin)
 
 
+def test_a_tied_output_layer_can_be_prepared_again() -> None:
+    """vllm_worker: on a CPU its packed copy is made when the weights are processed, and a reload leaves it out."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    assert "quant_method.tie_weights" in inspect.getsource(ParallelLMHead.tie_weights)
+    assert "dispatch_cpu_unquantized_gemm(layer, remove_weight=False)" in inspect.getsource(
+        UnquantizedEmbeddingMethod.process_weights_after_loading
+    )
+    assert callable(GPUModelRunner.get_model)
+
+
 def test_the_report_does_not_clash_with_the_worker() -> None:
     """vllm_worker: vLLM asserts this when it mixes the class in."""
     from vllm.v1.worker.worker_base import WorkerBase
 
-    own = [name for name in vars(AdapterReport) if not name.startswith("__")]
-    assert own == ["axolotl_unreached_modules"]
+    own = [name for name in vars(WorkerExtension) if not name.startswith("__")]
+    assert own == ["axolotl_unreached_modules", "axolotl_repack_output"]
     assert not [name for name in own if hasattr(WorkerBase, name)]
 
 
 def test_the_worker_extension_is_named_by_its_path() -> None:
     """vllm_arguments"""
     module, _, name = vllm_arguments.WORKER_EXTENSION.rpartition(".")
-    assert (module, name) == (AdapterReport.__module__, AdapterReport.__name__)
+    assert (module, name) == (WorkerExtension.__module__, WorkerExtension.__name__)
 
 
 def test_the_installed_version_is_the_one_the_requirements_name() -> None:

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from axolotl.errors import EnvironmentFault, ServerError
 from axolotl.serving.engines import process_tree
 from axolotl.serving.engines.protocol import EngineRejects
-from axolotl.serving.wire import Group, Sampling
+from axolotl.serving.wire import CANARY_VERSION, Group, Sampling
 from tests.support.groups import all_groups
 from tests.support.reference import load_reference, reference_logprobs
 from tests.support.running_engine import (
@@ -39,8 +39,6 @@ from tests.support.tiny_model import make_random_adapter
 pytestmark = [pytest.mark.vllm, pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(600)]
 
 torch.set_num_threads(1)
-
-CANARY_VERSION = 2**30
 
 
 @pytest.fixture(scope="module")

@@ -43,8 +43,8 @@ def test_training_against_vllm(tmp_path: Path, tiny_model: Path, vllm_engine: Ru
         check_steps(tmp_path / "out")
         with ServerClient(f"http://127.0.0.1:{port}", tmp_path / "sync", 60) as client:
             check_last_push(client, tiny_model, tmp_path / "out")
+        assert "throughput" not in server.output, "vLLM's statistics are counted, not logged"
         check_nothing_outlives(psutil.Process(server.process.pid))
-        assert len(server.output.splitlines()) < 15, f"a line a step, or a library that chats:\n{server.output}"
     assert score(vllm_engine, PROMPT, TOKENS) == before, "another server's engine is untouched"
 
 

@@ -36,6 +36,14 @@ def name(process: psutil.Process) -> str:
         return "a process"
 
 
+def is_alive(process: psutil.Process) -> bool:
+    """Whether it runs or is stopped; one that only waits to be reaped has ended."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 async def first_exit(processes: Iterable[psutil.Process]) -> psutil.Process:
     """The first of `processes` to end; one that ended before counts. The kernel tells, nothing polls.
 

@@ -195,6 +195,7 @@ class VLLMEngine:
             await calls.control(llm.pause_generation(mode="wait"))
             reload = llm.collective_rpc("reload_weights", kwargs={"weights_path": str(directory)})
             await calls.control(reload, timeout_s=RELOAD_TIMEOUT_S)
+            await calls.control(llm.collective_rpc("axolotl_repack_output"))
             await self._clear_caches()
             await calls.control(llm.resume_generation())
         except BaseException as error:

@@ -20,7 +20,7 @@ CPU_CACHE_BYTES = 1 << 30
 #: Tokens a step may hold on a CPU, unless one sequence alone may be longer.
 CPU_STEP_TOKENS = 4096
 
-WORKER_EXTENSION = "axolotl.serving.engines.vllm_worker.AdapterReport"
+WORKER_EXTENSION = "axolotl.serving.engines.vllm_worker.WorkerExtension"
 
 
 def lora_rank(rank: int) -> int:
@@ -56,6 +56,7 @@ def engine_arguments(settings: EngineSettings, model_directory: str) -> dict[str
         "logprobs_mode": "processed_logprobs",
         # The statistics feed the token counter and the Prometheus metrics; nothing of ours makes vLLM log them.
         "disable_log_stats": False,
+        "worker_extension_cls": WORKER_EXTENSION,
     }
     if settings.reasoning_parser is not None:
         arguments["reasoning_parser"] = settings.reasoning_parser
@@ -65,7 +66,6 @@ def engine_arguments(settings: EngineSettings, model_directory: str) -> dict[str
             "max_lora_rank": lora_rank(settings.max_lora_rank),
             "max_loras": settings.max_loras,
             "max_cpu_loras": settings.max_loras,
-            "worker_extension_cls": WORKER_EXTENSION,
         }
     if settings.device == "cpu":
         arguments |= cpu_arguments(settings)

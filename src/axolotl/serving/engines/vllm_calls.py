@@ -140,7 +140,9 @@ class Calls:
                 # vLLM reads the end of its engine from a socket; the process itself takes a moment longer to end.
                 await asyncio.wait({exited}, timeout=1)
             if exited.done():
-                return f"{names[exited.result()]} (pid {exited.result().pid}) ended"
+                # Several, when one took the others with it before this loop had its turn.
+                ended = [process for process in names if not process_tree.is_alive(process)]
+                return f"{' and '.join(f'{names[process]} (pid {process.pid})' for process in ended)} ended"
             return "vLLM stopped reading from its engine"
         finally:
             exited.cancel()

@@ -93,7 +93,9 @@ def test_a_process_that_ended_before_counts_reaped_or_not(
         return await asyncio.wait_for(process_tree.first_exit([handle]), 10)
 
     assert asyncio.run(watch()) == handle
+    assert not process_tree.is_alive(handle) and process_tree.is_alive(psutil.Process(pair[1].pid))
     pair[0].wait()
+    assert not process_tree.is_alive(handle)
     assert asyncio.run(watch()) == handle
     assert process_tree.name(handle) == "a process"
 

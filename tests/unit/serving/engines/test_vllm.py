@@ -74,8 +74,8 @@ class ScriptedLLM:
     async def pause_generation(self, *, mode: str) -> None:
         self._call(f"pause {mode}")
 
-    async def collective_rpc(self, method: str, *, kwargs: dict[str, str]) -> None:
-        self._call(f"{method} {Path(kwargs['weights_path']).name}")
+    async def collective_rpc(self, method: str, *, kwargs: dict[str, str] | None = None) -> None:
+        self._call(" ".join([method, *(Path(path).name for path in (kwargs or {}).values())]))
 
     async def reset_prefix_cache(self) -> bool:
         self._call("clear caches")
@@ -186,6 +186,7 @@ def test_weights_are_replaced_between_requests(play: Callable[[Scenario], None],
             "generate 5",
             "pause wait",
             "reload_weights v3",
+            "axolotl_repack_output",
             "clear caches",
             "resume",
             "generate 7",
@@ -202,7 +203,7 @@ def test_a_reset_brings_the_base_models_weights_back(play: Callable[[Scenario], 
             await engine.load_adapter(4, tmp_path)
         llm.calls.clear()
         await engine.reset()
-        assert llm.calls == ["pause wait", "reload_weights base", "clear caches", "resume"]
+        assert llm.calls == ["pause wait", "reload_weights base", "axolotl_repack_output", "clear caches", "resume"]
         assert (await anext(engine.generate([[5]], TWO, [[1, 2]], 0))).completions[0].ids == [5]
 
     play(scenario)
@@ -218,7 +219,7 @@ def test_weights_that_do_not_fit_change_nothing(play: Callable[[Scenario], None]
     play(scenario)
 
 
-@pytest.mark.parametrize("broken", ["pause", "reload_weights", "clear caches", "resume"])
+@pytest.mark.parametrize("broken", ["pause", "reload_weights", "axolotl_repack_output", "clear caches", "resume"])
 def test_a_failed_reload_is_the_engines_end(play: Callable[[Scenario], None], tmp_path: Path, broken: str) -> None:
     async def scenario(engine: VLLMEngine, llm: ScriptedLLM) -> None:
         llm.broken = broken

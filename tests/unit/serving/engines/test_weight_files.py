@@ -45,6 +45,12 @@ def test_a_tied_output_layer_may_be_absent_on_either_side(
     assert check_weights(save(tmp_path, tensors(pushed)), base, is_tied=True) == len(pushed)
 
 
+def test_a_tied_weight_that_comes_twice_has_one_value(tmp_path: Path) -> None:
+    differing = tensors() | {"lm_head.weight": torch.ones(10, 4)}
+    with pytest.raises(EngineRejects, match="are one weight, but they differ"):
+        check_weights(save(tmp_path, differing), TIED, is_tied=True)
+
+
 def test_an_output_layer_of_its_own_may_not(tmp_path: Path) -> None:
     with pytest.raises(EngineRejects, match=r"1 of the model's weights are missing: lm_head\.weight"):
         check_weights(save(tmp_path, tensors(TIED)), BASE, is_tied=False)
@@ -61,6 +67,7 @@ def test_what_newer_models_compute_need_not_be_stored(tmp_path: Path) -> None:
         ({"model.extra.weight": torch.zeros(2)}, r"1 weights are not the model's: model\.extra\.weight"),
         ({"model.norm.weight": torch.zeros(5)}, r"'model\.norm\.weight' has shape \[5\], the base model's is \[4\]"),
         ({"model.norm.weight": torch.zeros(4, dtype=torch.int32)}, "is of type I32"),
+        ({"model.norm.weight": torch.zeros(4).to(torch.float8_e4m3fn)}, "is of type F8"),
         ({"lm_head.weight": torch.zeros(4, 10)}, r"shape \[4, 10\]"),
     ],
 )
