@@ -91,6 +91,8 @@ class _ManifestBody(BaseModel):
 def write_manifest(directory: Path, *, version: int, rank: int = 0, kind: Kind = "adapter") -> str:
     """Write `manifest.json` for the files in `directory`, and fsync the files and the directory.
 
+    Whatever the umask (containers often have none), other users cannot write to them afterwards.
+
     Args:
         rank: of the adapter; 0 for full weights.
 
@@ -106,14 +108,14 @@ def write_manifest(directory: Path, *, version: int, rank: int = 0, kind: Kind =
     files = {}
     for name in sorted(names):
         path = directory / name
-        _fsync(path)
+        _seal(path)
         with path.open("rb") as file:
             files[name] = {"size": path.stat().st_size, "sha256": _sha256(file.fileno())}
     text = json.dumps({"version": version, "rank": rank, "files": files}, sort_keys=True).encode()
     path = directory / MANIFEST_NAME
     path.write_bytes(text)
-    _fsync(path)
-    _fsync(directory)
+    _seal(path)
+    _seal(directory)
     return hashlib.sha256(text).hexdigest()
 
 
@@ -275,9 +277,12 @@ def _sha256(descriptor: int) -> str:
     return digest.hexdigest()
 
 
-def _fsync(path: Path) -> None:
+def _seal(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
+        mode = stat.S_IMODE(os.fstat(descriptor).st_mode)
+        if mode & stat.S_IWOTH:
+            os.fchmod(descriptor, mode & ~stat.S_IWOTH)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)

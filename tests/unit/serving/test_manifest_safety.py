@@ -84,6 +84,17 @@ def test_what_every_user_could_have_written_is_not_read(adapter: Path, name: str
     assert problem.code == "E-SYN-06" and "by every user" in problem.why and "umask" in problem.do
 
 
+def test_a_manifest_can_be_written_without_a_umask(adapter: Path) -> None:
+    for path in (adapter, *adapter.iterdir()):
+        path.chmod(0o777)
+    previous = os.umask(0)
+    try:
+        digest = write_manifest(adapter, version=3, rank=2)
+    finally:
+        os.umask(previous)
+    assert verify_manifest(adapter, digest).version == 3
+
+
 def test_a_run_in_a_directory_like_tmp_is_read(adapter: Path) -> None:
     """Sticky: everybody may add a name, only its owner may rename one."""
     digest = write_manifest(adapter, version=3, rank=2)
