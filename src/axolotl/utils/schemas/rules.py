@@ -13,6 +13,7 @@ from axolotl.utils.schemas.adapter import INITS_OF_BASE
 from axolotl.utils.schemas.config import AxolotlConfig
 from axolotl.utils.schemas.hosts import is_this_machine
 from axolotl.utils.schemas.nodes import Path, Problem
+from axolotl.utils.schemas.paths import paths_can_exist
 from axolotl.utils.schemas.plan import prompt_limit, uses_server
 
 _WITHOUT_ARGUMENTS = frozenset(
@@ -366,6 +367,7 @@ def gdpo_normalises_first(config: AxolotlConfig) -> list[Problem]:
 
 AS_WRITTEN: tuple[Rule, ...] = (one_address, one_cap)
 COMMON: tuple[Rule, ...] = (
+    paths_can_exist,
     one_quantization,
     prompts_have_room,
     managed_server_is_here,
