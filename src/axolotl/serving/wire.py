@@ -203,7 +203,7 @@ class StreamGroup(Body):
 
 
 class StreamProgress(Body):
-    """Every `STREAM_INTERVAL_S` in which no group finished, so that no such time is without a line. work: see `Progress`."""
+    """After every `STREAM_INTERVAL_S` in which no group finished. work: see `Progress`."""
 
     type: Literal["progress"] = "progress"
     work: int
