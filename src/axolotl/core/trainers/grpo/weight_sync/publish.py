@@ -24,7 +24,8 @@ def publish(root: Path, version: int, write: Callable[[Path], None], *, kind: Ki
     try:
         for leftover in (staged, final):
             shutil.rmtree(leftover, ignore_errors=True)
-        staged.mkdir(parents=True)
+        root.mkdir(mode=0o755, parents=True, exist_ok=True)  # whatever the umask: a server reads no others' places
+        staged.mkdir()
         write(staged)
         digest = write_manifest(staged, version=version, rank=rank, kind=kind)
         staged.rename(final)
