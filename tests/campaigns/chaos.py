@@ -33,7 +33,7 @@ KINDS: dict[EngineName, tuple[Kind, ...]] = {
 # From a fault to the end of the next step: noticing that it hangs, starting, loading, and the step.
 RECOVERY_S: dict[EngineName, float] = {"transformers": 180.0, "vllm": 420.0}
 # The longest time without progress that counts as slow; vLLM says nothing for a while when it starts.
-TIMEOUT_S: dict[EngineName, int] = {"transformers": 15, "vllm": 60}
+TIMEOUT_S: dict[EngineName, int] = {"transformers": 25, "vllm": 60}
 STEPS_A_FAULT = 2
 
 

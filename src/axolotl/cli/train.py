@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from axolotl.serving.supervisor import ManagedServer
 
 
+# A server that starts says nothing before its libraries are imported, which takes a while on a busy machine.
+START_SILENCE_S = 60.0
+
 _GO_ON = "run the same command with --resume to go on"
 
 
@@ -191,7 +194,7 @@ def _start_managed_server(
             log_path=log,
             environment=None if gpus is None else {**os.environ, "CUDA_VISIBLE_DEVICES": gpus},
             max_restarts=config.vllm.max_restarts,
-            silence_s=_server_timeout(config),
+            silence_s=max(_server_timeout(config), START_SILENCE_S),
             say=_say,
         )
     )
