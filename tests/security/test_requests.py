@@ -12,8 +12,10 @@ import httpx
 import pytest
 
 from axolotl.serving.app import ServerState, build_app
+from axolotl.serving.manifest import Kind, write_manifest
 from axolotl.serving.wire import ErrorBody
 from tests.fakes.engine import FAKE_FINGERPRINT, FakeEngine
+from tests.support.adapters import publish_fake
 from tests.support.protocol_suite import ROUTES
 
 RUN = "run-0123456789ab"
@@ -21,12 +23,14 @@ TOKEN = {"authorization": "Bearer secret"}
 PROTECTED = sorted(set(ROUTES) - {("GET", "/health/")})
 
 
-def with_app(tmp_path: Path, body: Callable[[httpx.AsyncClient], Awaitable[None]]) -> None:
-    """The app over the fake engine, claimed by `RUN`; `body` talks to it as a process on this machine would."""
+def with_app(
+    tmp_path: Path, body: Callable[[httpx.AsyncClient], Awaitable[None]], engine: type[FakeEngine] = FakeEngine
+) -> None:
+    """The app over a fake engine, claimed by `RUN`; `body` talks to it as a process on this machine would."""
 
     async def run() -> None:
         state = ServerState(instance_id="i-1", token="secret", sync_dir=tmp_path / "sync", max_held=3)
-        state.ready(FakeEngine())
+        state.ready(engine())
         transport = httpx.ASGITransport(build_app(state), raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000", headers=TOKEN) as client:
             claim = {"run_id": RUN, "host": "h", "pid": 1, "fingerprint": FAKE_FINGERPRINT.model_dump()}
@@ -152,3 +156,44 @@ def test_json_that_cannot_be_read_is_4xx(tmp_path: Path, content: bytes) -> None
                 ErrorBody.model_validate_json(reply.content)
 
     with_app(tmp_path, body)
+
+
+class Overtaken(FakeEngine):
+    """While it loads, somebody changes a file that was verified."""
+
+    async def load_adapter(self, version: int, directory: Path) -> int:
+        (directory / "adapter_model.safetensors").write_bytes(b"others")
+        return await super().load_adapter(version, directory)
+
+    async def load_weights(self, version: int, directory: Path) -> int:
+        (directory / "model.safetensors").write_bytes(b"others")
+        return await super().load_weights(version, directory)
+
+
+@pytest.mark.parametrize("kind", ["adapter", "weights"])
+@pytest.mark.parametrize("engine", [FakeEngine, Overtaken])
+def test_a_file_swapped_after_it_was_hashed_is_never_served(
+    tmp_path: Path, kind: Kind, engine: type[FakeEngine]
+) -> None:
+    async def body(client: httpx.AsyncClient) -> None:
+        path = {"adapter": "/set_lora_adapter/", "weights": "/set_weights/"}[kind]
+        version = {"run_id": RUN, "version": 1, "manifest_sha256": publish(tmp_path / "sync", kind)}
+        reply = await client.post(path, json=version)
+        request = {"request_id": "r", "adapter_version": 1, "prompts": [[1]], "sampling": {"max_tokens": 1}}
+        answer = await client.post("/generate/", json=request)
+        if engine is FakeEngine:
+            assert (reply.status_code, answer.status_code) == (200, 200)
+        else:
+            assert code(reply) == (409, "E-SYN-02") and "changed while" in reply.text
+            assert code(answer) == (409, "E-SRV-13")
+
+    with_app(tmp_path, body, engine)
+
+
+def publish(sync_dir: Path, kind: Kind) -> str:
+    if kind == "adapter":
+        return publish_fake(sync_dir, RUN, 1)
+    directory = sync_dir / "weights" / RUN / "v1"
+    directory.mkdir(parents=True)
+    (directory / "model.safetensors").write_bytes(b"weights")
+    return write_manifest(directory, version=1, kind="weights")
