@@ -79,6 +79,7 @@ class Fault:
 
 class ScriptedServer:
     """calls: (route, parsed body) of everything but health and renewals. loaded: the versions it holds.
+    asked: released for each request to generate. renewed: set by each renewal.
 
     Settable at any time: faults, health (`ok`, `loading`, `failed`, `silent`, `stranger`), push_refusals,
     claim_refusal, fingerprint.
@@ -92,6 +93,7 @@ class ScriptedServer:
         self.push_refusals: list[tuple[int, ErrorBody]] = []
         self.claim_refusal: tuple[int, ErrorBody] | None = None
         self.calls: list[tuple[str, dict[str, Any]]] = []
+        self.asked = threading.Semaphore(0)
         self.renewed = threading.Event()
         self.renewals = 0
         self.run_id: str | None = None
@@ -240,6 +242,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._renew(body)
             return
         self.fake.calls.append((self.path, body))
+        if self.path == "/generate/":
+            self.fake.asked.release()
         match self.path:
             case "/session/":
                 self._session(SessionRequest.model_validate(body))
@@ -356,14 +360,15 @@ class _Handler(BaseHTTPRequestHandler):
     # -- the streamed answer
 
     def _stream(self, request: GenerateRequest, fault: Fault) -> None:
+        instance_id = self.fake.instance_id
         self.send_response(200)
-        self.send_header(INSTANCE_HEADER, self.fake.instance_id)
+        self.send_header(INSTANCE_HEADER, instance_id)
         self.send_header("transfer-encoding", "chunked")
         self.end_headers()
         self._line(
             StreamStart(
                 request_id=request.request_id,
-                instance_id="liar" if fault.kind == "instance" else self.fake.instance_id,
+                instance_id="liar" if fault.kind == "instance" else instance_id,
                 adapter_version=request.adapter_version + (fault.kind == "version"),
             )
         )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -47,6 +49,33 @@ def test_what_the_callback_raises_passes_through(connect: Connect) -> None:
 
     with pytest.raises(KeyError, match="0"):
         connect().generate(request_for(), callback)
+
+
+@pytest.mark.parametrize("kind", ["stall", "die"])
+def test_a_wait_can_be_left_and_a_callback_is_none(kind: FaultKind, server: ScriptedServer, connect: Connect) -> None:
+    """As a signal does it: what is raised in a wait ends the call, whether for tokens or for a server that is away."""
+    inside: list[int] = []
+    outside: list[bool] = []
+    is_wanted = threading.Event()
+
+    @contextmanager
+    def waiting() -> Iterator[None]:
+        assert not inside, "a wait inside a wait"
+        inside.append(1)
+        try:
+            if is_wanted.is_set():
+                raise KeyboardInterrupt
+            yield
+        finally:
+            inside.pop()
+
+    client = connect(waiting=waiting)
+    server.faults = [Fault("slow"), Fault(kind, after=1)]
+    client.generate(request_for(), lambda group: outside.append(not inside))
+    assert outside == [True] * 3
+    with pytest.raises(KeyboardInterrupt):
+        client.generate(request_for(), lambda group: is_wanted.set())
+    assert not inside
 
 
 def test_requests_name_the_run_that_holds_the_server(server: ScriptedServer, connect: Connect) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -446,8 +445,7 @@ def test_threads_that_lose_the_server_together_recover_once(server: ScriptedServ
     with ThreadPoolExecutor(4) as pool:
         server.faults = [Fault("slow", after=20)] * 4
         asked = [pool.submit(client.generate, request_for(4, version=1)) for _ in range(4)]
-        while len(server.bodies("/generate/")) < 4:
-            threading.Event().wait(0.001)
+        assert all(server.asked.acquire(timeout=10) for _ in range(4))
         server.restart()
         server.faults = [Fault("restart", after=1)]
         responses = [future.result(20) for future in (*asked, pool.submit(client.generate, request_for(4, version=1)))]
