@@ -55,7 +55,9 @@ class MergedWeights:
         for name, pair in pairs.items():
             module = self._modules[name]
             base = self._base.setdefault(name, module.weight.data)
-            buffer = self._buffers.setdefault(name, torch.empty_like(base))
+            if name not in self._buffers:
+                self._buffers[name] = torch.empty_like(base)
+            buffer = self._buffers[name]
             a = pair.a.to(base.device, torch.float32)
             b = pair.b.to(base.device, torch.float32)
             left, right = (a.T, b.T) if isinstance(module, Conv1D) else (b, a)
