@@ -32,7 +32,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help install install-vllm quickstart test test-fast test-integration lint format types docs docs-check fuzz soak chaos check clean
+.PHONY: help install install-vllm quickstart test test-fast test-integration lint format types docs docs-check fuzz soak chaos check clean bench-sync
 
 help: ## list the targets
 	@echo "usage: make TARGET"; echo
@@ -86,6 +86,9 @@ test-fast: $(STAMPS)/base ## unit tests: no server, no network, under 60 seconds
 
 test-integration: $(STAMPS)/smollm2 $(STAMPS)/vllm ## tests that start servers and train small models
 	$(PYTEST) tests/integration $(ARGS)
+
+bench-sync: $(STAMPS)/smollm2 $(STAMPS)/vllm ## how long a push of the adapter holds training up, on both engines
+	$(BIN)/python benchmarks/sync_latency.py
 
 lint: $(STAMPS)/base ## ruff: rules and formatting
 	$(BIN)/ruff check .

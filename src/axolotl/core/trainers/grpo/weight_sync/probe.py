@@ -12,8 +12,9 @@ from transformers import PreTrainedModel
 
 from axolotl.core.trainers.grpo.algo.logprobs import token_logps_and_entropies
 
-MAX_CONTEXT = 64
+MAX_CONTEXT = 16
 NUM_SCORED = 8
+"""Few: training waits for both sides at every push, and every weight takes part in every token."""
 
 
 @dataclass(frozen=True)
