@@ -235,14 +235,18 @@ class Recovery:
                 return
             if self._keeper is not None:
                 self._keeper.check_alive()
+                if problem is not None and problem.instance_id not in (None, pause.suspect):
+                    # Started again: each process may load for as long as a first start may.
+                    pause.suspect = problem.instance_id or pause.suspect
+                    patience.extend()
             if patience.is_over():
                 self._over(problem, lost, patience, pause)
             self._report(problem, patience, pause)
             self._ticker.sleep(patience.next_interval())
 
     def _over(self, problem: Unready | None, lost: Lost, patience: Patience, pause: _Pause) -> None:
-        """The deadline: a managed server that says nothing is killed, everything else is the end."""
-        if self._keeper is None or (problem is not None and problem.state != "absent"):
+        """The deadline: a managed server that says nothing, or loads for ever, is killed; all else is the end."""
+        if self._keeper is None or (problem is not None and problem.state not in ("absent", "loading")):
             raise self._too_long(problem, lost, patience)
         self._keeper.revive(pause.suspect, is_hung=True)
         # Next time it is the process that runs by then.

@@ -369,6 +369,21 @@ def test_a_managed_server_that_says_nothing_is_killed_at_the_deadline(server: Sc
     assert keeper.num_checks > 0
 
 
+def test_a_managed_server_that_loads_for_ever_is_killed_at_the_deadline(
+    server: ScriptedServer, connect: Connect
+) -> None:
+    def revive(instance_id: str, is_hung: bool) -> None:
+        server.restart()
+        server.health = [] if is_hung else ["loading"] * 10_000
+
+    keeper = FakeKeeper(revive)
+    client = connect(SHORT_S, keeper=keeper)
+    server.faults = [Fault("cut")]
+    request = request_for()
+    assert client.generate(request).groups == expected(request, client.info.instance_id).groups
+    assert keeper.revived == [("instance-1", False), ("instance-2", True)]
+
+
 def test_the_end_of_the_keepers_patience_is_the_end(server: ScriptedServer, connect: Connect) -> None:
     def spent(instance_id: str, is_hung: bool) -> None:
         raise ServerError("restarts used up", code="E-SRV-24")
