@@ -1,0 +1,51 @@
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from axolotl.core.trainers.grpo.generation.server import ServerBackend
+from axolotl.core.trainers.grpo.types import CompletionGroup, PromptRow
+from axolotl.errors import ServerError
+from axolotl.serving.wire import Completion, GenerateRequest, GenerateResponse, Group, Sampling
+
+ROW = PromptRow(0, "hello", (1, 2, 3), {})
+
+
+def generate(
+    *, version: int = 4, instance: str = "i1", log_kept: list[float] | None = None, **sampling: Any
+) -> list[CompletionGroup]:
+    """One completion of two tokens from a server that answers with these, asked for version 4 of instance i1."""
+
+    def answer(request: GenerateRequest) -> GenerateResponse:
+        assert (request.adapter_version, request.prompts) == (4, [[1, 2, 3]])
+        item = Completion(ids=[7, 8], logprobs=[-1.0, None], finish_reason="stop", log_kept=log_kept)
+        groups = [Group(index=0, completions=[item])]
+        return GenerateResponse(
+            request_id=request.request_id, instance_id=instance, adapter_version=version, groups=groups
+        )
+
+    client = cast(Any, SimpleNamespace(generate=answer, info=SimpleNamespace(instance_id="i1")))
+    backend = ServerBackend(client, cast(Any, SimpleNamespace(version=4)))
+    return backend.generate([ROW], [[11]], Sampling(max_tokens=2, **sampling))
+
+
+@pytest.mark.parametrize("wrong", [{"version": 3}, {"version": 0}, {"instance": "i2"}])
+def test_another_version_or_process_than_asked_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ServerError, match="does not fit the request") as caught:
+        generate(**wrong)
+    assert caught.value.code == "E-SRV-09"
+
+
+def test_the_kept_mass_is_put_back_and_what_is_unknown_stays_unknown() -> None:
+    (completion,) = generate(log_kept=[-0.5, -0.25], top_p=0.5)[0].completions
+    assert completion.logprobs is not None
+    assert completion.logprobs[0] == -1.5 and completion.logprobs[1] != completion.logprobs[1]
+    assert not completion.is_renormalised
+
+
+@pytest.mark.parametrize(
+    ("sampling", "is_renormalised"), [({}, False), ({"top_p": 0.9}, True), ({"top_k": 5}, True), ({"min_p": 0.1}, True)]
+)
+def test_filters_without_a_kept_mass_are_marked(sampling: dict[str, Any], is_renormalised: bool) -> None:
+    (completion,) = generate(**sampling)[0].completions
+    assert completion.is_renormalised == is_renormalised
