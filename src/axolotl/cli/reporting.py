@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
 import traceback
@@ -11,7 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from axolotl.errors import AxolotlError, InternalError, Interrupted
+from axolotl.cli.streams import steady_streams
+from axolotl.errors import AxolotlError, InternalError, Interrupted, StorageError
 
 BROKEN_PIPE = 141
 
@@ -22,13 +22,28 @@ _REFUSED = frozenset({"E-CFG-30"})
 def exit_code_of(action: Callable[[], None], *, only_prints: Callable[[], bool]) -> int:
     """Runs a command and reports how it ended.
 
+    Output that cannot be written is discarded and the command goes on, so that training never depends on who reads.
+
     Args:
-        only_prints: whether the command does nothing but print, so that a reader that went away (`| head`) is no
-            fault. Asked after the action failed.
+        only_prints: whether the command does nothing but print; then output that was lost decides the exit code.
     """
+    with steady_streams() as stdout:
+        code = _exit_code_of(action)
+        sys.stdout.flush()
+        lost = None if stdout is None else stdout.problem
+        if code != 0 or lost is None or not only_prints():
+            return code
+        if isinstance(lost, BrokenPipeError):
+            # A reader that went away (`| head`) is no fault, and gets no report.
+            return BROKEN_PIPE
+        error = StorageError("the output could not be written", why=lost.strerror or str(lost))
+        print_report(error)
+        return error.exit_code
+
+
+def _exit_code_of(action: Callable[[], None]) -> int:
     try:
         action()
-        sys.stdout.flush()
     except AxolotlError as error:
         if isinstance(error, InternalError):
             traceback.print_exception(error)
@@ -38,12 +53,6 @@ def exit_code_of(action: Callable[[], None], *, only_prints: Callable[[], bool])
         interrupted = _interrupted()
         print_report(interrupted)
         return interrupted.exit_code
-    except BrokenPipeError as error:
-        if not only_prints():
-            return _report_bug(error)
-        # Python flushes stdout once more at exit; let that go nowhere.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return BROKEN_PIPE
     except Exception as error:
         return _report_bug(error)
     return 0
