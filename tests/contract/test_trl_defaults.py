@@ -43,6 +43,8 @@ OURS = {
     "reroll_start_fraction",
     "reroll_max_groups",
     "use_liger_loss",
+    "weight_sync",
+    "sync_check_interval",
 }
 
 

@@ -9,10 +9,7 @@ import select
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, TextIO
-
-if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer
+from typing import Any, TextIO
 
 # Space may come back: later lines are tried again.
 _MAY_PASS = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -29,7 +26,7 @@ class SteadyFile(io.FileIO):
         super().__init__(descriptor, "wb", closefd=False)
         self.problem: OSError | None = None
 
-    def write(self, data: ReadableBuffer, /) -> int:
+    def write(self, data: Any, /) -> int:
         rest = memoryview(data).cast("B")
         size = len(rest)
         try:

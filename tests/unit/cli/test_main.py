@@ -182,9 +182,9 @@ def test_check_says_what_the_config_comes_to(config_file, capsys):
 
 
 def test_check_names_what_is_not_available_yet(config_file, capsys):
-    assert main(["check", str(config_file(MINIMAL)), "--trl.use_vllm", "true"]) == 2
+    assert main(["check", str(config_file(MINIMAL)), "--trl.rollout_func", "my.roll"]) == 2
     err = capsys.readouterr().err
-    assert err.startswith("not available yet: trl.use_vllm: true (")
+    assert err.startswith("not available yet: trl.rollout_func: my.roll (")
     assert "ERROR E-CFG-10  c.yaml is valid, but asks for something" in err
 
 

@@ -51,8 +51,7 @@ class AdapterOptions(Options):
     lora_model_dir: Text | None = option(None, "Directory of an existing adapter to go on from.")
     peft_init_lora_weights: Annotated[InitLora | None, BeforeValidator(_read_init)] = option(
         None,
-        "How the adapter begins, in PEFT's words: `true`, `false`, `gaussian`, `orthogonal`, `pissa`, "
-        "`pissa_niter_[number]` or `olora`.",
+        "How it begins: `true`, `false`, `gaussian`, `orthogonal`, `pissa`, `pissa_niter_[number]` or `olora`.",
         null_means=True,
     )
     peft_use_dora: Bool = option(False, "Train DoRA: direction and magnitude apart.")

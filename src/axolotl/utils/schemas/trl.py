@@ -163,8 +163,7 @@ class TRLConfig(Options):
     )
     weight_sync: Annotated[Literal["auto", "files", "nccl"], AsWord] = option(
         "auto",
-        "How all the weights get to the server, where no adapter is sent: as files in `vllm.sync_dir`, or over NCCL "
-        "(`auto`: NCCL where both sides have GPUs and the server offers it).",
+        "How full weights get to the server: as files in `vllm.sync_dir`, over NCCL, or whichever of them is possible.",
     )
     sync_check_interval: Int = option(
         1,

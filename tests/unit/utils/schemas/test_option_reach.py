@@ -17,6 +17,7 @@ import torch
 
 from axolotl.cli import train
 from axolotl.cli.config import LoadedConfig, config_from_mapping
+from axolotl.core.run.signals import StopRequest
 from axolotl.core.trainers.grpo import assembly, specs
 from axolotl.core.trainers.grpo.args import grpo_arguments
 from axolotl.core.trainers.grpo.rewards.loading import load_rewards
@@ -172,7 +173,7 @@ def client_timeout(config: AxolotlConfig) -> float:
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         patch.setattr(train, "ServerClient", client)
         with pytest.raises(Noted):
-            train._connect(config, None, None, None, stack)  # type: ignore[arg-type]
+            train._connect(config, None, None, StopRequest(), stack)  # type: ignore[arg-type]
     return given[0]
 
 

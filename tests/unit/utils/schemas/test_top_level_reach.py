@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from axolotl.cli import train
 from axolotl.cli.check import summary
-from axolotl.cli.config import config_from_mapping
+from axolotl.cli.config import LoadedConfig, config_from_mapping
+from axolotl.core.run.output_dir import OutputDir
 from axolotl.core.trainers.grpo.args import grpo_arguments, reporter_environment
 from axolotl.data.prompts import prepare_prompts
 from axolotl.errors import ConfigError
@@ -20,6 +23,7 @@ from axolotl.loaders.model import attention, lora_config
 from axolotl.loaders.precision import resolve_precision
 from axolotl.loaders.tokenizer import load_tokenizer
 from axolotl.scripts.serve_settings import choose_engine, engine_settings
+from axolotl.serving import supervisor
 from axolotl.utils.schemas.availability import not_available
 from axolotl.utils.schemas.config import AxolotlConfig
 from axolotl.utils.schemas.plan import batch_plan, prompt_limit, server_url, sync_dir
@@ -102,6 +106,24 @@ def engine(name: str) -> Consumer:
         return getattr(engine_settings(config, choose_engine(config), Path.cwd()), name)
 
     return read
+
+
+def server_budget(config: AxolotlConfig) -> int:
+    """The restarts that `train` gives the server it starts."""
+    given: list[int] = []
+
+    def server(*_: Any, max_restarts: int, **__: Any) -> Any:
+        given.append(max_restarts)
+        return nullcontext()
+
+    managed = config.model_copy(update={"vllm": config.vllm.model_copy(update={"managed": True})})
+    served = config.trl.model_copy(update={"use_vllm": True, "vllm_server_host": "127.0.0.1", "vllm_server_port": 8000})
+    config = managed.model_copy(update={"trl": served})
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        patch.setattr(supervisor, "ManagedServer", server)
+        loaded = LoadedConfig(config, Path("c.yaml"), ())
+        train._start_managed_server(loaded, OutputDir.open(Path("out"), overwrite=True, resume=False), None, stack)
+    return given[0]
 
 
 def prompts(read: Callable[[Any], Any]) -> Consumer:
@@ -278,6 +300,7 @@ TOP_LEVEL_ELSEWHERE = {"sdp_attention", "resume_from_checkpoint", "auto_resume_f
 VLLM: dict[str, Reaches] = {
     "engine": Reaches("vllm", lambda config: choose_engine(config).name, "vllm"),
     "managed": Reaches(True, lambda config: "started by train" in " ".join(summary(config)), True, SERVED),
+    "max_restarts": Reaches(2, server_budget, 2),
     "sync_dir": Reaches("/mnt/sync", sync_dir, Path("/mnt/sync")),
     "port": Reaches(9001, server_url, "http://127.0.0.1:9001"),
     "device": Reaches("cuda", lambda config: choose_engine(config).device, "cuda"),

@@ -31,8 +31,9 @@ class GroupSampler:
     def __post_init__(self) -> None:
         needed = self.prompts_per_step * self.num_ranks
         if self.num_prompts < needed:
+            are = "prompt is" if self.num_prompts == 1 else "prompts are"
             raise DataError(
-                f"{self.num_prompts} prompts are too few: one optimizer step takes {needed}",
+                f"{self.num_prompts} {are} too few: one optimizer step takes {needed}",
                 code="E-DAT-06",
                 why=f"{self.prompts_per_step} prompts a rank x {self.num_ranks} rank(s); a step never repeats a prompt",
                 do="add rows, or lower micro_batch_size x gradient_accumulation_steps / trl.num_generations",
