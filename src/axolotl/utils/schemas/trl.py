@@ -167,8 +167,7 @@ class TRLConfig(Options):
     )
     sync_check_interval: Int = option(
         1,
-        "Compare the server's log-probs of a few fixed tokens with the trainer's after every so many pushes; 0 proves "
-        "the way to the server once, at the start.",
+        "Prove after every so many pushes that the server computes with the new weights; 0: only before step 1.",
         ge=0,
     )
     streaming_partial_batch: Bool | None = option(
