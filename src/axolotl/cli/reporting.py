@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from axolotl.cli.streams import steady_streams
+from axolotl.core.run.output_dir import LAST_ERROR, is_ours
 from axolotl.errors import AxolotlError, InternalError, Interrupted, StorageError
 
 BROKEN_PIPE = 141
@@ -87,11 +88,10 @@ def recorded_in(output_dir: Path) -> Iterator[None]:
 
 
 def write_last_error(output_dir: Path, error: AxolotlError) -> None:
-    """The report as JSON. A directory that is missing or cannot be written must not hide the error itself."""
-    if not output_dir.is_dir():
-        return
+    """The report as JSON, where the directory is a run's. What cannot be written must not hide the error itself."""
     try:
-        (output_dir / "last_error.json").write_text(json.dumps(error.as_json(), indent=2) + "\n")
+        if is_ours(output_dir):
+            (output_dir / LAST_ERROR).write_text(json.dumps(error.as_json(), indent=2) + "\n")
     except OSError:
         return
 

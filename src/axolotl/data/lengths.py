@@ -23,7 +23,7 @@ def limit_lengths(rows: Dataset, column: str, limit: int, policy: Policy) -> tup
     too_long = np.flatnonzero(lengths > limit)
     if not len(too_long):
         return rows, ""
-    what = f"{len(too_long)} of {len(rows)} prompts longer than {limit} tokens, first row {too_long[0]}"
+    what = f"{len(too_long)} of {num_prompts(len(rows))} longer than {limit} tokens, first row {too_long[0]}"
     if policy == "truncate_left":
         return _truncated(rows, column, limit), f"cut {what}, to their last {limit} tokens"
     if policy == "drop" and len(too_long) < len(rows):
@@ -35,6 +35,11 @@ def limit_lengths(rows: Dataset, column: str, limit: int, policy: Policy) -> tup
         do="raise sequence_len (and vllm.max_model_len), lower trl.max_completion_length, or set long_prompts: "
         + ("drop or truncate_left" if policy == "error" else "truncate_left"),
     )
+
+
+def num_prompts(count: int) -> str:
+    """The count with its noun."""
+    return f"{count} prompt{'' if count == 1 else 's'}"
 
 
 def _truncated(rows: Dataset, column: str, limit: int) -> Dataset:

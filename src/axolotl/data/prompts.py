@@ -14,7 +14,7 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from axolotl.core.trainers.grpo.types import PromptRow
-from axolotl.data.lengths import limit_lengths
+from axolotl.data.lengths import limit_lengths, num_prompts
 from axolotl.data.messages import checked_prompt
 from axolotl.data.sources import load_rows
 from axolotl.data.tokenize import IDS, PromptTokenizer, tokenized, tokenized_with_cache
@@ -84,7 +84,7 @@ def prepare_prompts(config: AxolotlConfig, tokenizer: PreTrainedTokenizerBase, b
     prepared, note = limit_lengths(prepared, IDS, limit, config.long_prompts)
     notes += [note] if note else []
     train, evaluation = split_rows(prepared, config.val_set_size, config.seed)
-    counted = f"{len(train)} prompts to train on"
+    counted = f"{num_prompts(len(train))} to train on"
     notes.append(counted + (f", {len(evaluation)} to evaluate on" if evaluation is not None else ""))
     return PromptData(PromptRows(train), None if evaluation is None else PromptRows(evaluation), tuple(notes))
 
@@ -112,7 +112,7 @@ def split_rows(rows: Dataset, size: float, seed: int) -> tuple[Dataset, Dataset 
     count = round(size) if size >= 1 else max(1, round(size * len(rows)))
     if count >= len(rows):
         raise DataError(
-            f"val_set_size: {size:g} of {len(rows)} prompts for evaluation leaves none to train on",
+            f"val_set_size: {size:g} of {num_prompts(len(rows))} for evaluation leaves none to train on",
             code="E-DAT-04",
             do="use a smaller val_set_size",
         )

@@ -124,6 +124,14 @@ def test_a_fault_ends_with_its_report_and_its_exit_code(trained, config_file, tm
     assert (written["code"], written["exit_code"], written["details"]) == ("E-DAT-01", 4, ["first", "second"])
 
 
+def test_a_fault_leaves_nothing_among_somebody_elses_files(trained, config_file, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.tex").write_text("mine")
+    trained.error = ConfigError("--resume and --overwrite contradict each other")
+    assert main(["train", str(config_file(MINIMAL + "output_dir: out\n"))]) == 2
+    assert [item.name for item in (tmp_path / "out").iterdir()] == ["thesis.tex"]
+
+
 def test_a_bug_shows_its_traceback_and_asks_for_a_report(trained, config_file, tmp_path, capsys):
     (tmp_path / "out").mkdir()
     trained.error = RuntimeError("boom\nmore")

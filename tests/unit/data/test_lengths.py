@@ -42,3 +42,8 @@ def test_dropping_all_is_an_error(rows: Dataset) -> None:
         limit_lengths(rows.select([1, 3]), "ids", 2, "drop")
     assert caught.value.code == "E-DAT-04"
     assert caught.value.what == "no prompt is left: 2 of 2 prompts longer than 2 tokens, first row 0"
+
+
+def test_one_prompt_is_one(rows: Dataset) -> None:
+    _, note = limit_lengths(rows.select([3]), "ids", 2, "truncate_left")
+    assert note.startswith("cut 1 of 1 prompt longer than 2 tokens")

@@ -142,6 +142,7 @@ def test_evaluation_rows_are_set_aside_in_order_by_seed(directory: Path) -> None
     assert answers(val_set_size=2) == (train, evaluation)
     assert len({tuple(answers(val_set_size=3, seed=seed)[1]) for seed in range(5)}) > 1
     assert "7 prompts to train on, 3 to evaluate on" in prepare(directory, val_set_size=3).notes
+    assert "1 prompt to train on, 9 to evaluate on" in prepare(directory, val_set_size=9).notes
 
 
 def test_the_size_of_the_split() -> None:

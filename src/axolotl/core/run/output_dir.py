@@ -67,7 +67,7 @@ class OutputDir:
             if overwrite and not resume:
                 output._refuse_foreign()
                 output._delete_written()
-            elif not resume and output._has_results():
+            elif not resume and _has_results(path):
                 raise ConfigError(
                     f"output_dir {path} is not empty",
                     code="E-CFG-30",
@@ -124,10 +124,6 @@ class OutputDir:
                 do="move that file away, or set output_dir",
             )
 
-    def _has_results(self) -> bool:
-        ours = _DISPOSABLE | {_NOTES.parent.name}
-        return any(item.name not in ours and not _is_empty_directory(item) for item in self.path.iterdir())
-
     def _delete_written(self) -> None:
         parents: set[Path] = set()
         for name in self._written | self._half_written():
@@ -152,6 +148,16 @@ class OutputDir:
         temporary = notes.with_suffix(".tmp")
         temporary.write_text(json.dumps(sorted(self._written), indent=0))
         temporary.replace(notes)
+
+
+def is_ours(path: Path) -> bool:
+    """Whether this is a directory that a run wrote in, or that holds nothing that a run could spoil."""
+    return path.is_dir() and ((path / _NOTES).is_file() or not _has_results(path))
+
+
+def _has_results(path: Path) -> bool:
+    ours = _DISPOSABLE | {_NOTES.parent.name}
+    return any(item.name not in ours and not _is_empty_directory(item) for item in path.iterdir())
 
 
 def _is_empty_directory(path: Path) -> bool:

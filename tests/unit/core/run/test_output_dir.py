@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from axolotl.core.run.output_dir import OutputDir
+from axolotl.core.run.output_dir import OutputDir, is_ours
 from axolotl.errors import ConfigError, EnvironmentFault
 
 
@@ -115,3 +115,14 @@ def test_a_directory_under_the_name_of_a_file_of_the_run(tmp_path: Path) -> None
     (tmp_path / "out" / "metrics.jsonl").mkdir(parents=True)
     with pytest.raises(EnvironmentFault, match="is a directory"):
         OutputDir.open(tmp_path / "out").file("metrics.jsonl")
+
+
+def test_whose_a_directory_is(tmp_path: Path) -> None:
+    assert not is_ours(tmp_path / "out")
+    finished(tmp_path / "out")
+    assert is_ours(tmp_path / "out")
+    (tmp_path / "empty").mkdir()
+    assert is_ours(tmp_path / "empty")
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "thesis.tex").write_text("mine")
+    assert not is_ours(tmp_path / "thesis")

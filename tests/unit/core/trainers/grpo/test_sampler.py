@@ -36,3 +36,8 @@ def test_too_few_prompts_for_one_step_is_an_error_that_says_how_many() -> None:
 
 def test_without_shuffling_the_order_is_the_data_sets() -> None:
     assert GroupSampler(6, 2, shuffle=False).indices(1) == [2, 3]
+
+
+def test_one_prompt_that_is_too_few_is_one() -> None:
+    with pytest.raises(DataError, match="1 prompt is too few: one optimizer step takes 2"):
+        GroupSampler(num_prompts=1, prompts_per_step=2)
