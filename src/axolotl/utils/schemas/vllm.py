@@ -19,8 +19,7 @@ class VllmConfig(Options):
     managed: Bool = option(False, "Let `axolotl train` start the server, and stop it at the end of the run.")
     max_restarts: Int = option(
         5,
-        "With `managed`: how often in a row a server that ended or hangs is started again without an answered request "
-        "in between; 0 for never.",
+        "How often in a row a managed server is started again without having answered a request; 0 is never.",
         ge=0,
     )
     sync_dir: Text | None = option(
