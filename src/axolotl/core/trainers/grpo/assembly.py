@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
@@ -18,6 +19,7 @@ from axolotl.core.trainers.grpo.pipeline import RolloutPipeline
 from axolotl.core.trainers.grpo.protocols import GenerationBackend, RewardRunner, WeightSync
 from axolotl.core.trainers.grpo.rollout.producer import SyncProducer
 from axolotl.core.trainers.grpo.sampler import GroupSampler
+from axolotl.core.trainers.grpo.schedule import check_schedule
 from axolotl.core.trainers.grpo.scoring import Scorer
 from axolotl.core.trainers.grpo.specs import advantage_spec, importance_spec, sampling, step_spec
 from axolotl.core.trainers.grpo.trainer import AxolotlGRPOTrainer
@@ -81,6 +83,7 @@ def _trl_trainer(parts: Parts, sampler: GroupSampler) -> AxolotlGRPOTrainer:
         if parts.server is None:
             # The server says so itself; in process nobody would before the first step.
             token_rules(sampling(config), frozenset())
+    check_schedule(args, _num_steps(args, sampler))
     model = load_model(config, parts.tokenizer, parts.precision, parts.device)
     with refused_by_libraries():
         trainer = AxolotlGRPOTrainer(
@@ -105,6 +108,11 @@ def _arguments(parts: Parts, sampler: GroupSampler) -> GRPOConfig:
         autocast=None if autocast is None else str(autocast).removeprefix("torch."),
     )
     return GRPOConfig(**kwargs)
+
+
+def _num_steps(args: GRPOConfig, sampler: GroupSampler) -> int:
+    """Optimizer steps of the run."""
+    return args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * sampler.steps_per_epoch)
 
 
 def _weight_sync(parts: Parts, trainer: AxolotlGRPOTrainer) -> WeightSync:
