@@ -151,3 +151,32 @@ def test_a_batch_that_cuts_a_group(project: Path, capsys: pytest.CaptureFixture[
 def test_a_model_that_is_not_there(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, error = train(capsys, "--base_model", "./no-such-model")
     assert code == 2 and "no-such-model" in error and "Traceback" not in error
+
+
+@pytest.mark.parametrize("keeps_best", [False, True])
+def test_a_metric_that_no_evaluation_measures(
+    keeps_best: bool, project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What was trained until the first evaluation is kept, whether or not a save was due."""
+    options = ["--metric_for_best_model", "foo", "--val_set_size", "2", "--eval_steps", "1"]
+    if keeps_best:
+        options += ["--load_best_model_at_end", "true", "--save_strategy", "steps", "--save_steps", "1"]
+    code, error = train(capsys, *options)
+    assert code == 2 and "ERROR E-CFG-15" in error and "Traceback" not in error, error
+    assert "eval_reward" in error and "eval_rewards/vowels/mean" in error
+    assert (project / "out" / "checkpoint-1" / "optimizer.pt").exists() and "checkpoint-1" in error
+    assert json.loads((project / "out" / "last_error.json").read_text())["code"] == "E-CFG-15"
+
+    options[1] = "rewards/vowels/mean"
+    code, error = train(capsys, *options, "--resume")
+    assert code == 0, error
+
+
+def test_a_project_name_that_wandb_refuses(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("wandb", reason="pip install axolotl[wandb]")
+    for name, value in {"WANDB_DIR": str(project), "WANDB_PROJECT": "", "WANDB_MODE": "offline"}.items():
+        monkeypatch.setenv(name, value)  # so that what the run sets is taken back
+    code, error = train(capsys, "--wandb_project", "a/b")
+    assert code == 3 and "ERROR E-ENV-11" in error and "a/b" in error and "Traceback" not in error, error

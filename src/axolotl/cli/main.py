@@ -10,6 +10,7 @@ import fire
 
 from axolotl import __version__
 from axolotl.cli import check, config_schema, help_text
+from axolotl.cli.accounts import check_accounts
 from axolotl.cli.config import LoadedConfig, dump_config, load_config
 from axolotl.cli.invocation import OWN_FLAGS, Invocation, parse
 from axolotl.cli.reporting import exit_code_of, recorded_in
@@ -77,6 +78,7 @@ def _train(invocation: Invocation) -> None:
     _print_warnings(loaded)
     check.refuse(refused, str(loaded.path))
     _check_packages(loaded.config)
+    check_accounts(loaded.config, reporters(loaded.config))
     from axolotl.cli import train
 
     resume = invocation.flag("resume") or loaded.config.resume_from_checkpoint or False

@@ -285,12 +285,18 @@ def _check_rank(config: AxolotlConfig, limit: int | None) -> None:
 
 def _build(parts: Parts, output: OutputDir) -> AxolotlGRPOTrainer:
     from axolotl.core.builders.rl import HFRLTrainerBuilder
+    from axolotl.core.run.best_metric import RequireBestMetric
     from axolotl.core.run.bookkeeping import NoteWrittenFiles
     from axolotl.core.run.metrics_file import MetricsFile
     from axolotl.core.run.progress import Progress
 
     trainer = HFRLTrainerBuilder(parts).build()
-    for callback in (MetricsFile(output.file("metrics.jsonl")), Progress(), NoteWrittenFiles(output)):
+    for callback in (
+        MetricsFile(output.file("metrics.jsonl")),
+        Progress(),
+        NoteWrittenFiles(output),
+        RequireBestMetric(),
+    ):
         trainer.add_callback(callback)
     return trainer
 

@@ -14,7 +14,7 @@ import pytest
 
 from axolotl.core.run.emergency import emergency_checkpoint
 from axolotl.core.run.signals import StopRequest
-from axolotl.errors import AxolotlError, ConfigError, Interrupted, ServerError, SyncError
+from axolotl.errors import AxolotlError, ConfigError, DataError, Interrupted, ServerError, SyncError
 
 
 class Trainer:
@@ -50,7 +50,13 @@ def end(trainer: Trainer, output: Path, error: AxolotlError, *, is_urgent: bool 
 
 
 @pytest.mark.parametrize(
-    "error", [ServerError("lost"), SyncError("refused"), Interrupted("stopped", signal_number=signal.SIGTERM)]
+    "error",
+    [
+        ServerError("lost"),
+        SyncError("refused"),
+        ConfigError("no such metric"),
+        Interrupted("stopped", signal_number=signal.SIGTERM),
+    ],
 )
 def test_the_last_finished_step_is_saved_and_named(tmp_path: Path, error: AxolotlError) -> None:
     trainer = Trainer(tmp_path, 7)
@@ -78,7 +84,7 @@ def test_a_save_that_fails_is_told_and_leaves_no_half_checkpoint(tmp_path: Path)
 
 
 def test_other_faults_save_nothing(tmp_path: Path) -> None:
-    end(Trainer(tmp_path, 7), tmp_path, ConfigError("wrong"))
+    end(Trainer(tmp_path, 7), tmp_path, DataError("wrong"))
     assert list(tmp_path.iterdir()) == []
 
 

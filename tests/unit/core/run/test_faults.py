@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from axolotl.core.run.faults import named_faults
-from axolotl.errors import MemoryFault, ServerError, StorageError
+from axolotl.errors import EnvironmentFault, MemoryFault, ServerError, StorageError
 
 
 def checkpoint(directory: Path, step: int) -> Path:
@@ -43,3 +43,35 @@ def test_a_full_disk_has_its_own_exit_code_and_other_errors_pass(tmp_path: Path)
         raise RuntimeError("something else")
     with pytest.raises(FileNotFoundError), named_faults(tmp_path):
         raise FileNotFoundError(errno.ENOENT, "no such file")
+
+
+@pytest.mark.parametrize(
+    ("module", "base", "code", "way_out"),
+    [
+        ("wandb.errors.errors", Exception, "E-ENV-11", "wandb login"),
+        ("huggingface_hub.errors", OSError, "E-ENV-12", "hub_model_id"),
+    ],
+)
+def test_a_service_that_refuses_is_the_users_to_settle(
+    tmp_path: Path, module: str, base: type[Exception], code: str, way_out: str
+) -> None:
+    newest = checkpoint(tmp_path, 3)
+    general = type("Error", (base,), {"__module__": module})
+    # A library may define the errors of one of its parts elsewhere.
+    special = type("SpecialError", (general,), {"__module__": "elsewhere"})
+    with pytest.raises(EnvironmentFault) as problem, named_faults(tmp_path):
+        raise special("403 for me/x\nand more")
+    error = problem.value
+    assert (error.exit_code, error.code, error.why) == (3, code, "403 for me/x")
+    assert way_out in error.do and str(newest) in error.saved
+
+
+def test_the_libraries_still_define_their_errors_there(tmp_path: Path) -> None:
+    from huggingface_hub.errors import LocalTokenNotFoundError
+
+    with pytest.raises(EnvironmentFault, match="the hub"), named_faults(tmp_path):
+        raise LocalTokenNotFoundError()
+    wandb = pytest.importorskip("wandb", reason="pip install axolotl[wandb]")
+    for error in (wandb.errors.UsageError("bad project"), wandb.errors.CommError("no answer")):
+        with pytest.raises(EnvironmentFault, match="Weights & Biases"), named_faults(tmp_path):
+            raise error
