@@ -233,6 +233,7 @@ def _connect(
 ) -> ServerLink:
     """Wait for the server, check that it serves our base model, and claim it for this run."""
     from axolotl.core.trainers.grpo.specs import sampling
+    from axolotl.data.prompts import check_room
     from axolotl.serving.fingerprint import fingerprint
 
     timeout = _server_timeout(config)
@@ -241,9 +242,8 @@ def _connect(
     )
     info = server.wait_ready(client, _say) if server is not None else client.wait_ready(_say)
     run_id = f"run-{uuid.uuid4().hex[:12]}"
-    _check_lengths(
-        prompts, config, info.max_model_len, "the server's max_model_len", "start it with vllm.max_model_len"
-    )
+    do = "start it with vllm.max_model_len at least"
+    check_room(prompts, config, info.max_model_len, name="the server's max_model_len", do=do)
     ours = fingerprint(config.base_model, config.revision_of_model, bool(config.trust_remote_code))
     client.claim(run_id, ours, sampling(config))
     stack.callback(client.release)
@@ -256,21 +256,6 @@ def _connect(
 def _server_timeout(config: AxolotlConfig) -> float:
     """The longest time without contact or token progress, in seconds."""
     return float(config.trl.vllm_server_timeout or 300)
-
-
-def _check_lengths(prompts: PromptData, config: AxolotlConfig, limit: int, name: str, do: str) -> None:
-    """Raise before training what would otherwise end it at the first long prompt."""
-    longest = max(
-        len(ids) for rows in (prompts.train, prompts.evaluation) if rows for ids in rows.dataset["prompt_ids"]
-    )
-    needed = longest + (config.trl.max_completion_length or 0)
-    if needed > limit:
-        raise ConfigError(
-            f"the longest prompt and a completion need {needed} tokens, {name} is {limit}",
-            code="E-CFG-14",
-            why=f"{longest} tokens of prompt + trl.max_completion_length {config.trl.max_completion_length}",
-            do=f"lower sequence_len or trl.max_completion_length, or {do} at least {needed}",
-        )
 
 
 def _check_rank(config: AxolotlConfig, limit: int | None) -> None:

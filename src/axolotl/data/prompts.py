@@ -89,6 +89,23 @@ def prepare_prompts(config: AxolotlConfig, tokenizer: PreTrainedTokenizerBase, b
     return PromptData(PromptRows(train), None if evaluation is None else PromptRows(evaluation), tuple(notes))
 
 
+def check_room(prompts: PromptData, config: AxolotlConfig, limit: int, *, name: str, do: str = "") -> None:
+    """Raise `ConfigError` before training for what would otherwise end it at the first long prompt.
+
+    limit: tokens of a prompt and a completion together, called `name` in the error. do: how it is raised, with the
+    number to follow.
+    """
+    longest = max(len(ids) for rows in (prompts.train, prompts.evaluation) if rows for ids in rows.dataset[IDS])
+    needed = longest + (config.trl.max_completion_length or 0)
+    if needed > limit:
+        raise ConfigError(
+            f"the longest prompt and a completion need {needed} tokens, {name} is {limit}",
+            code="E-CFG-14",
+            why=f"{longest} tokens of prompt + trl.max_completion_length {config.trl.max_completion_length}",
+            do="lower sequence_len or trl.max_completion_length" + (f", or {do} {needed}" if do else ""),
+        )
+
+
 def load_prompts(config: AxolotlConfig, tokenizer: PreTrainedTokenizerBase, base_dir: Path) -> Dataset:
     """The rows of all `datasets:` entries, transformed and put together, in order; `prompt` is a column."""
     if not config.datasets:

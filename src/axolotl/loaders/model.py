@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from peft import LoraConfig
-from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from axolotl.errors import ConfigError, EnvironmentFault
 from axolotl.loaders.precision import Precision
 from axolotl.utils.schemas.config import AxolotlConfig
+from axolotl.utils.user_code import pass_interruption
 
 
 def load_model(
@@ -42,12 +43,16 @@ def load_model(
             why=str(error).strip().splitlines()[0],
             do="install it, or change attn_implementation / load_in_4bit / load_in_8bit",
         ) from error
-    except (OSError, ValueError, SafetensorError) as error:
+    except Exception as error:
+        # A broken config.json or file of weights fails wherever the libraries first use it, with any exception.
+        pass_interruption(error)
+        if _is_the_machine(error):
+            raise
         raise ConfigError(
             f"base_model: {config.base_model} cannot be loaded",
             code="E-CFG-11",
-            why=str(error).strip().splitlines()[0],
-            do="give a directory with config.json and safetensors weights, or a model id that this machine can reach",
+            why=" ".join(str(error).split())[:300] or type(error).__name__,
+            do="give a directory with config.json and the safetensors weights that belong to it, or a model id that this machine can reach",
         ) from error
     embeddings = model.get_input_embeddings()
     assert isinstance(embeddings, torch.nn.Embedding)
@@ -61,6 +66,14 @@ def load_model(
             )
         model.resize_token_embeddings(len(tokenizer))
     return model
+
+
+def _is_the_machine(error: Exception) -> bool:
+    """Out of memory or space, or a device that failed: no fault of the files."""
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    is_memory = isinstance(error, RuntimeError) and "allocate memory" in str(error)
+    return is_memory or isinstance(error, (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError))
 
 
 def _source(config: AxolotlConfig) -> str:

@@ -9,7 +9,7 @@ from typing import cast
 
 import torch
 from peft import PeftModel
-from transformers import PreTrainedTokenizerBase, PrinterCallback
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback
 from trl import GRPOConfig  # type: ignore[attr-defined]
 
 from axolotl.core.trainers.grpo.args import grpo_arguments
@@ -30,7 +30,7 @@ from axolotl.core.trainers.grpo.weight_sync.in_process import InProcessSync
 from axolotl.core.trainers.grpo.weight_sync.lora_files import LoraFiles
 from axolotl.core.trainers.grpo.weight_sync.probe import PolicyProbe, Probe
 from axolotl.core.trainers.grpo.weight_sync.proof import ProvenSync
-from axolotl.data.prompts import PromptData
+from axolotl.data.prompts import PromptData, check_room
 from axolotl.loaders.model import load_model, lora_config
 from axolotl.loaders.precision import Precision
 from axolotl.loaders.refusals import refused_by_libraries
@@ -85,6 +85,8 @@ def _trl_trainer(parts: Parts, sampler: GroupSampler) -> AxolotlGRPOTrainer:
             token_rules(sampling(config), frozenset())
     check_schedule(args, _num_steps(args, sampler))
     model = load_model(config, parts.tokenizer, parts.precision, parts.device)
+    if parts.server is None:
+        _check_positions(parts, model)
     with refused_by_libraries():
         trainer = AxolotlGRPOTrainer(
             model=model,
@@ -108,6 +110,13 @@ def _arguments(parts: Parts, sampler: GroupSampler) -> GRPOConfig:
         autocast=None if autocast is None else str(autocast).removeprefix("torch."),
     )
     return GRPOConfig(**kwargs)
+
+
+def _check_positions(parts: Parts, model: PreTrainedModel) -> None:
+    """A server tells its limit; in process it is the model's own, where its config names one."""
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if isinstance(limit, int) and limit > 0:
+        check_room(parts.prompts, parts.config, limit, name="max_position_embeddings of base_model")
 
 
 def _num_steps(args: GRPOConfig, sampler: GroupSampler) -> int:
