@@ -160,8 +160,8 @@ def source_of_model(name: str) -> Consumer:
 
         asked: dict[str, Any] = {}
 
-        class Asked(Exception):
-            pass
+        class Asked(BaseException):
+            """Past the handler that takes every exception of a library for a broken model."""
 
         class Model:
             @staticmethod
