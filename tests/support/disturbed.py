@@ -64,9 +64,12 @@ def disturbed_project(directory: Path, model: Path, steps: int, *, is_managed: b
 
 
 def batches(directory: Path) -> list[list[list[str]]]:
-    """`[prompt, completion]` pairs of each batch that was scored, in order."""
+    """`[prompt, completion]` pairs of each batch that was scored, in order. A line that is being written is not there."""
     file = directory / SEEN
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    if not file.exists():
+        return []
+    *complete, _ = file.read_text().split("\n")
+    return [json.loads(line) for line in complete]
 
 
 def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = 120.0, tick_s: float = 0.005) -> Any:
