@@ -38,7 +38,7 @@ from axolotl.serving.wire import AdapterResponse, GenerateRequest, Sampling, Ser
 from tests.support.live_server import LiveServer
 from tests.support.tiny_model import make_random_adapter, make_tiny_model
 
-RUN = "run-0123456789ab"
+RUN = "run-50a4c0ffee00"
 NUM_CLIENTS = 2
 START_S = 120.0
 ANSWER_S = 60.0

@@ -46,7 +46,7 @@ def disturbed_project(directory: Path, model: Path, steps: int, *, is_managed: b
     settings: dict[str, Any] = {
         "trl__use_vllm": True,
         "trl__vllm_lora_sync": True,
-        "trl__max_completion_length": 48,
+        "trl__max_completion_length": 256,
         "trl__reward_funcs": ["project_rewards.seen"],
         "trl__vllm_server_timeout": 40,
         "vllm__port": port,
