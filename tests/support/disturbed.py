@@ -64,7 +64,7 @@ def disturbed_project(directory: Path, model: Path, steps: int, *, is_managed: b
 
 
 def batches(directory: Path) -> list[list[list[str]]]:
-    """`[prompt, completion]` pairs of each batch that was scored, in order. A line that is being written is not there."""
+    """`[prompt, completion]` pairs of each batch that was scored, in order; not one that is being written."""
     file = directory / SEEN
     if not file.exists():
         return []
