@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from axolotl.cli.config import LoadedConfig, dump_config
-from axolotl.errors import ConfigError, Interrupted, SyncError
+from axolotl.errors import ConfigError, Interrupted, ServerError, SyncError
 from axolotl.serving.client import ServerClient
 from axolotl.serving.link import ServerLink
 from axolotl.utils.schemas.config import AxolotlConfig
@@ -333,8 +333,11 @@ def _finish(trainer: AxolotlGRPOTrainer, output: OutputDir, config: AxolotlConfi
     with output.saving():
         trainer.save_model(str(output.path))
     if uses_server(config) and not config.vllm.managed:
-        # Whoever asks the server after the run gets the policy that was saved.
-        trainer.pipeline.catch_up(trainer.state.global_step)
+        # Whoever asks the server after the run gets the policy that was saved. The run itself needs it no more.
+        try:
+            trainer.pipeline.catch_up(trainer.state.global_step)
+        except (ServerError, SyncError) as error:
+            _say(f"warning: the server does not have the last policy ({error.what}); it is saved all the same")
     trainer.pipeline.close()
     output.file(LAST_ERROR).unlink(missing_ok=True)
     what = "adapter" if config.adapter else "model"

@@ -52,7 +52,8 @@ def load_model(
             f"base_model: {config.base_model} cannot be loaded",
             code="E-CFG-11",
             why=" ".join(str(error).split())[:300] or type(error).__name__,
-            do="give a directory with config.json and the safetensors weights that belong to it, or a model id that this machine can reach",
+            do="give a directory with config.json and the safetensors weights that belong to it, "
+            "or a model id that this machine can reach",
         ) from error
     embeddings = model.get_input_embeddings()
     assert isinstance(embeddings, torch.nn.Embedding)

@@ -6,7 +6,8 @@
                                managed: killed and started again, while its budget lasts
                                else: E-SRV-04 (nobody there) or E-SRV-05 (there, without progress)
 
-The deadline is `timeout_s` after the last contact; only progress moves it: a finished group, or tokens.
+The deadline is `timeout_s` after the last contact; only progress moves it: a finished group, or tokens. Tokens alone do
+not help for ever: what fails `MAX_FRUITLESS` times in a row without a finished group is given up.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from axolotl.serving.transport import Lost, Transport
 
 CONTACT_S = 30.0
 LEAST_CONTACT_S = 5.0
+MAX_FRUITLESS = 20
 
 T = TypeVar("T")
 
@@ -63,6 +65,7 @@ class Patience:
         self.timeout_s = timeout_s
         self.instance_id: str | None = None
         self._refusals: set[tuple[str, str | None]] = set()
+        self._num_fruitless = 0
         self.heard_at = ticker.clock()
         self._clock = ticker.clock
         self._deadline: float | None = None
@@ -74,14 +77,20 @@ class Patience:
         self.heard_at = self._clock()
 
     def moved(self) -> None:
-        """Progress: whatever went wrong before is over."""
+        """Progress: the server is at work, though the request may fail again."""
         self.heard()
         self._deadline = None
-        self._refusals.clear()
         self._interval = FIRST_POLL_INTERVAL_S
         self._has_second_chance = True
 
+    def finished(self) -> None:
+        """A part of the answer is here: whatever went wrong before is over."""
+        self.moved()
+        self._refusals.clear()
+        self._num_fruitless = 0
+
     def lost(self) -> None:
+        self._num_fruitless += 1
         if self._deadline is None:
             self._deadline = self.heard_at + self.timeout_s
 
@@ -95,6 +104,9 @@ class Patience:
 
     def is_over(self) -> bool:
         return self.left() <= 0
+
+    def is_fruitless(self) -> bool:
+        return self._num_fruitless > MAX_FRUITLESS
 
     def was_refused(self, code: str) -> bool:
         """Whether it is the request and not the moment: the same process says the same twice, or the second one too
@@ -174,6 +186,8 @@ class Recovery:
         is_fault = lost.refusal is not None and not lost.is_hung and not lost.is_busy
         if lost.refusal is not None and is_fault and patience.was_refused(lost.refusal.code):
             raise lost.refusal
+        if not lost.is_busy and patience.is_fruitless():
+            raise lost.refusal or self._too_long(None, lost, patience)
         if lost.is_busy:
             if patience.is_over():
                 raise lost.refusal or self._too_long(None, lost, patience)

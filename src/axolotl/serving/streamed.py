@@ -47,7 +47,7 @@ def read_groups(
                 is_started = True
             case StreamGroup():
                 group = answers.add(line.group)
-                patience.moved()
+                patience.finished()
                 yield group
                 patience.heard()
                 moved_at = clock()

@@ -13,21 +13,22 @@ from pathlib import Path
 
 from axolotl.core.run.faults import kept
 from axolotl.core.trainers.grpo.trainer import AxolotlGRPOTrainer
-from axolotl.errors import ConfigError, Interrupted, ServerError, SyncError
+from axolotl.errors import ConfigError, Interrupted, ServerError, StorageError, SyncError
 
 
 @contextmanager
 def emergency_checkpoint(
     trainer: AxolotlGRPOTrainer, output_dir: Path, *, is_urgent: Callable[[], bool] = lambda: False
 ) -> Iterator[None]:
-    """Save one when the block ends with a fault of the server, of the sync, of the config (a metric that evaluations
-    turn out not to have), or with an interruption; unless it exists already, or `is_urgent` says there is no time.
+    """Save one when the block ends with a fault of the server, of the sync, of storage (`vllm.sync_dir` may be full where
+    the output directory is not), of the config (a metric that evaluations turn out not to have), or with an
+    interruption; unless it exists already, or `is_urgent` says there is no time.
 
     The fault goes on, with what is kept. A save that fails too is told in its details and leaves no half checkpoint.
     """
     try:
         yield
-    except (ServerError, SyncError, ConfigError, Interrupted) as fault:
+    except (ServerError, SyncError, StorageError, ConfigError, Interrupted) as fault:
         problem = None if is_urgent() else _save(trainer, output_dir)
         if problem is not None:
             fault.details += (f"the checkpoint of step {trainer.state.global_step} could not be saved: {problem}",)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from axolotl.errors import ServerError
 from axolotl.serving.engines.adapter_shapes import Shape, check_shapes
 from axolotl.serving.engines.lora import read_adapter
 from axolotl.serving.engines.protocol import EngineRejects
@@ -49,13 +51,19 @@ class AdapterSlots:
         modules = await asyncio.to_thread(read_adapter, directory, max_rank=self._max_rank)
         check_shapes(modules, self._base)
         request = LoRARequest(f"policy-v{version}", version, str(directory))
+        # What may be in the engine counts as held until it is known to be gone: vLLM keeps the old weights when an id
+        # that it still has is loaded again.
+        self._held[version] = request
         try:
             await self._add(request)
         except EngineRejects as error:
-            await self._calls.control(self._llm.remove_lora(version))
+            await self.unload(version)
             # The text travels to the client, who is told no paths of this machine.
             raise EngineRejects(str(error).replace(str(directory), "the adapter")) from error
-        self._held[version] = request
+        except ServerError:
+            with suppress(ServerError, EngineRejects):
+                await self.unload(version)
+            raise
         return len(modules)
 
     async def _add(self, request: LoRARequest) -> None:
@@ -78,8 +86,9 @@ class AdapterSlots:
                 raise EngineRejects(f"{len(unreached)} modules of the adapter are not in the model: {shown}")
 
     async def unload(self, version: int) -> None:
-        if self._held.pop(version, None) is not None:
+        if version in self._held:
             await self._calls.control(self._llm.remove_lora(version))
+            del self._held[version]
 
     async def unload_all(self) -> None:
         for version in self.versions:

@@ -14,7 +14,7 @@ import pytest
 
 from axolotl.core.run.emergency import emergency_checkpoint
 from axolotl.core.run.signals import StopRequest
-from axolotl.errors import AxolotlError, ConfigError, DataError, Interrupted, ServerError, SyncError
+from axolotl.errors import AxolotlError, ConfigError, DataError, Interrupted, ServerError, StorageError, SyncError
 
 
 class Trainer:
@@ -55,6 +55,7 @@ def end(trainer: Trainer, output: Path, error: AxolotlError, *, is_urgent: bool 
         ServerError("lost"),
         SyncError("refused"),
         ConfigError("no such metric"),
+        StorageError("the sync directory is full"),
         Interrupted("stopped", signal_number=signal.SIGTERM),
     ],
 )
