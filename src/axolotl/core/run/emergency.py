@@ -20,7 +20,7 @@ from axolotl.errors import ConfigError, Interrupted, ServerError, StorageError, 
 def emergency_checkpoint(
     trainer: AxolotlGRPOTrainer, output_dir: Path, *, is_urgent: Callable[[], bool] = lambda: False
 ) -> Iterator[None]:
-    """Save one when the block ends with a fault of the server, of the sync, of storage (`vllm.sync_dir` may be full where
+    """Save one when the block ends with a fault of the server, of the sync, of storage (a full `vllm.sync_dir` where
     the output directory is not), of the config (a metric that evaluations turn out not to have), or with an
     interruption; unless it exists already, or `is_urgent` says there is no time.
 
