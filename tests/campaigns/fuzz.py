@@ -75,7 +75,16 @@ def run(server: LiveServer, count: int, seed: int, *, publish: Callable[[str, in
                 summary.num_checks += 1
             if len(summary.problems) >= MAX_PROBLEMS:
                 break
+        _release(client)
     return summary
+
+
+def _release(client: httpx.Client) -> None:
+    """Give up what a mutated claim took: the server would keep it until the lease is over."""
+    info = ServerInfo.model_validate_json(client.get("/server_info/").raise_for_status().content)
+    if info.run_id is not None:
+        body = {"run_id": info.run_id, "host": "elsewhere", "pid": 1, "fingerprint": info.fingerprint.model_dump()}
+        client.post("/session/", json={**body, "action": "release"}).raise_for_status()
 
 
 def _send(url: str, request: Request, summary: Summary) -> None:
