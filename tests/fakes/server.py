@@ -303,8 +303,9 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if self.path == "/set_weights/":
             fake.loaded = {}
+        fake.loaded.pop(request.version, None)
         fake.loaded[request.version] = request.manifest_sha256
-        for old in sorted(fake.loaded)[:-2]:
+        for old in list(fake.loaded)[:-2]:
             del fake.loaded[old]
         fake.current = request.version
         self._adapter()

@@ -116,6 +116,16 @@ class ServerClient:
     def on_recovered(self, hook: Callable[[], None] | None) -> None:
         self._holding.on_restored = hook
 
+    @property
+    def on_claimed_again(self) -> Callable[[], None] | None:
+        """Called before `on_recovered`, while the server that came back holds nothing but the base model. As that one,
+        it may use this client; what it pushes is dropped once the run's versions are back."""
+        return self._holding.on_claimed_again
+
+    @on_claimed_again.setter
+    def on_claimed_again(self, hook: Callable[[], None] | None) -> None:
+        self._holding.on_claimed_again = hook
+
     def close(self) -> None:
         self._transport.close()
 

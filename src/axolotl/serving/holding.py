@@ -38,8 +38,8 @@ class Pushed:
 class Holding:
     """One exchange a method, without repeating it. All of them may raise `Lost`.
 
-    info: what the server said of itself last. on_restored: called when a server that had forgotten this run holds its
-    versions again, before anything is asked of it.
+    info: what the server said of itself last. on_claimed_again: called when a server that had forgotten this run is
+    claimed, before it gets its versions again. on_restored: called when it has them, before anything is asked of it.
     """
 
     def __init__(self, transport: Transport, timeout_s: float, ticker: Ticker) -> None:
@@ -50,6 +50,7 @@ class Holding:
         self.info: ServerInfo | None = None
         self.claimed: SessionRequest | None = None
         self.pushed: tuple[Pushed, ...] = ()
+        self.on_claimed_again: Callable[[], None] | None = None
         self.on_restored: Callable[[], None] | None = None
 
     @property
@@ -118,12 +119,22 @@ class Holding:
             return False
         self._is_whole = False
         self._post_claim(self.claimed)
+        self._before_versions()
         for item in self.pushed:
             self._post_version(item)
         if self.on_restored is not None:
             self.on_restored()
         self._is_whole = True
         return True
+
+    def _before_versions(self) -> None:
+        """What the hook pushes is its own affair, and gives way to the versions that come back after it."""
+        pushed, self.pushed = self.pushed, ()
+        try:
+            if self.on_claimed_again is not None:
+                self.on_claimed_again()
+        finally:
+            self.pushed = pushed
 
     def _remembers(self, before: ServerInfo | None, now: ServerInfo, claimed: SessionRequest) -> bool:
         is_same = before is not None and before.instance_id == now.instance_id and now.run_id == claimed.run_id

@@ -49,9 +49,10 @@ class TRLConfig(Options):
     )
     vllm_server_timeout: Int | None = option(
         None,
-        "The longest wait, in seconds, for the server to be ready, and for its answer to one request.",
+        "The longest time, in seconds, without a sign of life of the server, or without a token from it.",
         null_means=300,
-        ge=1,
+        # It says what it does once a second, and a busy machine may be late.
+        ge=5,
     )
     num_generations: Int | None = option(
         None, "Completions sampled for each prompt: the group whose rewards are compared.", null_means=8, le=1024
@@ -167,7 +168,7 @@ class TRLConfig(Options):
     )
     sync_check_interval: Int = option(
         1,
-        "Prove after every so many pushes that the server computes with the new weights; 0: only before step 1.",
+        "Compare log-probs with the server's after every so many pushes; 0: never, the canary and confirmations stay.",
         ge=0,
     )
     streaming_partial_batch: Bool | None = option(

@@ -16,16 +16,21 @@ ADAPTER = "default"
 
 @dataclass(frozen=True)
 class Delivered:
-    """Seconds: save_s until the version was durable on disk (0 where none is written), load_s until it was served."""
+    """Seconds: save_s until the version was durable on disk (0 where none is written), load_s until it was served.
+
+    digest: names its contents to the server.
+    """
 
     save_s: float
     load_s: float
+    digest: str = ""
 
 
 class Delivery(Protocol):
     """Brings the present weights to the server under a number. Main thread.
 
-    has_adapter: whether what is sent is an adapter over a base model that the server has already.
+    has_adapter: whether what is sent is an adapter over a base model that the server has already. Then several versions
+    are alive, and the canary's files stay, so that it can be sent again from any thread.
     """
 
     has_adapter: bool

@@ -62,7 +62,7 @@ class FullWeights:
         answer = self._client.set_weights(version, digest)
         check_reached(answer.num_modules, count, f"weights version {version}")
         remove_others(self._directory, {version})
-        return Delivered(save_s=saved - started, load_s=time.perf_counter() - saved)
+        return Delivered(save_s=saved - started, load_s=time.perf_counter() - saved, digest=digest)
 
 
 def served_dtype(name: str) -> torch.dtype:

@@ -1,7 +1,8 @@
 """Adapter versions through a directory that trainer and server share.
 
 The server is told a version's number and the digest of its manifest, never a path, and answers when it serves it.
-Directories stay until the server says that it holds the version no longer.
+Directories stay until the server says that it holds the version no longer; the canary's stays, to be sent again to a
+server that was restarted.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from safetensors.torch import save_file
 from axolotl.core.trainers.grpo.weight_sync.delivery import ADAPTER, Delivered, check_reached, require_finite
 from axolotl.core.trainers.grpo.weight_sync.publish import publish, remove_others
 from axolotl.serving.client import ServerClient
+from axolotl.serving.wire import CANARY_VERSION
 
 
 class LoraFiles:
@@ -55,8 +57,8 @@ class LoraFiles:
         saved = time.perf_counter()
         answer = self._client.set_adapter(version, digest)
         check_reached(answer.num_modules, sum(".lora_A." in name for name in tensors), f"adapter version {version}")
-        remove_others(self._directory, {*answer.loaded_versions, version})
-        return Delivered(save_s=saved - started, load_s=time.perf_counter() - saved)
+        remove_others(self._directory, {*answer.loaded_versions, version, CANARY_VERSION})
+        return Delivered(save_s=saved - started, load_s=time.perf_counter() - saved, digest=digest)
 
 
 def _adapter_tensors(model: PeftModel) -> dict[str, torch.Tensor]:

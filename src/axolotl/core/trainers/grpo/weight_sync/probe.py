@@ -1,7 +1,9 @@
-"""A few fixed tokens, and what the policy in training thinks of them: what the server's answer is held against."""
+"""A few fixed tokens, and what the policy in training and the server each think of them."""
 
 from __future__ import annotations
 
+import math
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -11,7 +13,10 @@ from peft import PeftModel
 from transformers import PreTrainedModel
 
 from axolotl.core.trainers.grpo.algo.logprobs import token_logps_and_entropies
+from axolotl.serving.client import ServerClient
+from axolotl.serving.wire import GenerateRequest, Sampling
 
+_SEED = 20_260
 MAX_CONTEXT = 16
 NUM_SCORED = 8
 """Few: training waits for both sides at every push, and every weight takes part in every token."""
@@ -58,13 +63,13 @@ class PolicyProbe:
             model.train(was_training)
 
     def base(self) -> torch.Tensor:
-        """The same with the adapter off."""
-        with self.adapted_policy().disable_adapter():
+        """The same with the adapter off, where there is one."""
+        with cast(PeftModel, self._policy()).disable_adapter():
             return self.current()
 
-    def adapted_policy(self) -> PeftModel:
-        """The model itself, where it has an adapter."""
-        return cast(PeftModel, self._policy())
+    def policy(self) -> PreTrainedModel:
+        """The model itself."""
+        return self._policy()
 
     @torch.no_grad()
     def _forward(self, model: PreTrainedModel) -> torch.Tensor:
@@ -74,3 +79,31 @@ class PolicyProbe:
         logits = model(input_ids=ids, logits_to_keep=count + 1, use_cache=False).logits[:, -count - 1 : -1]
         logps, _ = token_logps_and_entropies(logits, ids[:, -count:], self.temperature)
         return logps[0].double().cpu()
+
+
+class ServerProbe:
+    """The same tokens, asked of the server. HTTP only, any thread."""
+
+    def __init__(self, client: ServerClient, probe: Probe, temperature: float) -> None:
+        self._client = client
+        self._probe = probe
+        self._temperature = temperature
+
+    def score(self, version: int, tokens: Sequence[int] | None = None) -> torch.Tensor:
+        """`[scored]` float64 log-probs of the probe's tokens, or of others after the same context."""
+        tokens = self._probe.tokens if tokens is None else tokens
+        scores = self._client.score([self._probe.context], [tokens], self._temperature, version)
+        return torch.tensor(scores[0], dtype=torch.float64)
+
+    def draw(self, version: int) -> tuple[tuple[int, ...], torch.Tensor]:
+        """Tokens that the server draws after the context, and the log-probs it says they were drawn with."""
+        request = GenerateRequest(
+            request_id=f"draw-{uuid.uuid4().hex}",
+            adapter_version=version,
+            prompts=[list(self._probe.context)],
+            sampling=Sampling(max_tokens=len(self._probe.tokens), temperature=self._temperature),
+            seeds=[[_SEED]],
+        )
+        drawn = self._client.generate(request).groups[0].completions[0]
+        logps = [math.nan if value is None else value for value in drawn.logprobs]
+        return tuple(drawn.ids), torch.tensor(logps, dtype=torch.float64)

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from axolotl.core.trainers.grpo.weight_sync.agreement import distance, objection, tolerance
+from axolotl.core.trainers.grpo.weight_sync.agreement import distance, has_moved, objection, stands_still, tolerance
 
 
 def logps(*values: float) -> torch.Tensor:
@@ -49,3 +49,24 @@ def test_half_precision_and_quantised_weights_are_given_more() -> None:
     assert tolerance(is_half=False, is_quantised=False) == 1e-3
     assert tolerance(is_half=True, is_quantised=False) == 0.1
     assert tolerance(is_half=True, is_quantised=True) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("served_change", "change", "is_caught"),
+    [
+        (0.0, 0.05, True),
+        (0.004, 0.05, True),
+        (0.006, 0.05, False),
+        (0.05, 0.05, False),
+        (0.0, 0.009, False),
+        (0.0, 0.0, False),
+    ],
+)
+def test_a_server_must_move_when_the_policy_moved_by_more_than_the_noise(
+    served_change: float, change: float, is_caught: bool
+) -> None:
+    noise = 0.01
+    found = stands_still(BASE + 0.02 + served_change, BASE + 0.02, POLICY + change, POLICY, noise=noise)
+    expected = f"the trainer's log-probs moved by {change:.3g} nats, the server's by {served_change:.3g}"
+    assert found == (expected if is_caught else None)
+    assert has_moved(POLICY + change, POLICY, noise=noise) == (change > noise)

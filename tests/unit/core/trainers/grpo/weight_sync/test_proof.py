@@ -1,60 +1,26 @@
-"""The order of things, with a delivery and a server of a few lines each; the integration tests have real ones."""
+"""The order of things, and what is believed when; the integration tests have a real model and a real server."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, cast
-
 import pytest
-import torch
 
-from axolotl.core.trainers.grpo.weight_sync.delivery import Delivered
-from axolotl.core.trainers.grpo.weight_sync.probe import PolicyProbe, Probe
-from axolotl.core.trainers.grpo.weight_sync.proof import ProvenSync
 from axolotl.errors import SyncError
+from axolotl.serving.wire import CANARY_VERSION
+from tests.support.sync_world import BASE, TOKENS, World
 
-TOKENS = (4, 5)
-
-
-@dataclass
-class World:
-    """A policy that is one number, its log-prob of every token; `served` is what the server has under each version."""
-
-    policy: float = -1.0
-    served: dict[int, float] = field(default_factory=lambda: {0: -1.0})
-    calls: list[str] = field(default_factory=list)
-    on_recovered: Callable[[], None] | None = None
-    has_adapter: bool = False
-    temperature: float = 0.7
-    probe: Probe = field(default=Probe((1, 2), TOKENS))
-
-    def deliver(self, version: int) -> Delivered:
-        self.calls.append(f"deliver {version}")
-        self.served[version] = self.policy
-        return Delivered(save_s=0.25, load_s=0.5)
-
-    def score(self, prompts: Any, tokens: Any, temperature: float, version: int) -> list[list[float]]:
-        assert (prompts, tokens, temperature) == ([(1, 2)], [TOKENS], 0.7)
-        self.calls.append(f"score {version}")
-        return [[self.served[version]] * len(TOKENS)]
-
-    def current(self) -> torch.Tensor:
-        self.calls.append("forward")
-        return torch.full((len(TOKENS),), self.policy, dtype=torch.float64)
+CANARY = str(CANARY_VERSION)
 
 
-def make(world: World, *, check_interval: int = 1) -> ProvenSync:
-    anything = cast(Any, world)
-    return ProvenSync(world, anything, cast(PolicyProbe, anything), tolerance=1e-3, check_interval=check_interval)
+def without_canary(world: World) -> list[str]:
+    return [call for call in world.calls if not call.endswith(CANARY)]
 
 
 def test_a_push_is_delivered_then_checked_then_believed() -> None:
     world = World()
-    sync = make(world)
+    sync = world.sync()
     assert sync.version == 0
     sync.push(1)
-    assert world.calls == ["score 0", "deliver 1", "forward", "score 1"]
+    assert world.calls[:2] == ["score 0", f"deliver {CANARY}"] and world.calls[-2:] == ["deliver 1", "score 1"]
     assert sync.version == 1
     assert {name: sync.metrics[name] for name in ("sync/save", "sync/load", "sync/logp_gap", "sync/logp_distance")} == {
         "sync/save": 0.25,
@@ -63,29 +29,27 @@ def test_a_push_is_delivered_then_checked_then_believed() -> None:
         "sync/logp_distance": 0.0,
     }
     assert sync.metrics["sync/check"] >= 0 and "sync/canary" in sync.metrics
-    world.policy = -1.5
+    world.become(-1.5)
+    world.calls.clear()
     sync.push(2)
+    assert world.calls == ["deliver 2", "score 2"]
     assert sync.metrics["sync/logp_distance"] == 0.5 and "sync/canary" not in sync.metrics
 
 
-@pytest.mark.parametrize(("wrong", "named"), [(-1.0, "the base model"), (-1.2, "version 1")])
-def test_another_policy_is_refused_and_the_version_not_believed(wrong: float, named: str) -> None:
-    world = World()
-    sync = make(world)
-    world.policy = -1.2
+@pytest.mark.parametrize("has_adapter", [True, False])
+@pytest.mark.parametrize(("wrong", "named"), [(BASE, "the base model"), (-1.2, "version 1")])
+def test_another_policy_is_refused_and_the_version_not_believed(wrong: float, named: str, has_adapter: bool) -> None:
+    world = World(has_adapter=has_adapter)
+    sync = world.sync()
+    world.become(-1.2)
     sync.push(1)
-    world.policy = -1.5
-
-    def deliver(version: int) -> Delivered:
-        world.served[version] = wrong
-        return Delivered(0.0, 0.0)
-
-    world.deliver = deliver  # type: ignore[method-assign]
+    world.become(-1.5)
+    world.arrives = lambda version, value: wrong
     with pytest.raises(SyncError) as caught:
         sync.push(2)
     error = caught.value
     assert (error.code, error.exit_code) == ("E-SYN-11", 7)
-    assert any(name in error.why for name in named.split("|"))
+    assert named in error.why
     assert (
         len(error.details) == len(TOKENS) and f"token 4: server {wrong:.4f}, policy version 2 -1.5" in error.details[0]
     )
@@ -94,49 +58,193 @@ def test_another_policy_is_refused_and_the_version_not_believed(wrong: float, na
 
 def test_a_stale_version_is_refused_though_the_tolerance_would_let_it_pass() -> None:
     world = World()
-    sync = make(world)
+    sync = world.sync()
     sync.push(1)
-    world.policy = -1.0002
-
-    def deliver(version: int) -> Delivered:
-        world.served[version] = -1.0
-        return Delivered(0.0, 0.0)
-
-    world.deliver = deliver  # type: ignore[method-assign]
+    world.become(-1.0002)
+    world.arrives = lambda version, value: BASE
     with pytest.raises(SyncError, match="does not generate with policy version 2"):
         sync.push(2)
 
 
-def test_the_interval_counts_pushes_and_zero_checks_nothing() -> None:
+# One optimizer step must change the server's log-probs
+
+
+@pytest.mark.parametrize("has_adapter", [True, False])
+def test_a_server_that_stands_still_is_caught_though_noise_hides_which_policy_it_has(has_adapter: bool) -> None:
+    """Half precision: right sides are 0.01 apart, the step moved the policy by 0.03."""
+    world = World(has_adapter=has_adapter, noise=0.01)
+    sync = world.sync(tolerance=0.1)
+    sync.push(1)
+    world.become(-1.03)
+    world.arrives = lambda version, value: BASE + 0.02  # what the noise of an even version makes that of version 1
+    with pytest.raises(SyncError, match="policy version 2 changed nothing in the server") as caught:
+        sync.push(2)
+    assert caught.value.exit_code == 7
+    assert caught.value.why == "the trainer's log-probs moved by 0.03 nats, the server's by 0"
+    assert "policy version 1" in caught.value.what or "the base model" in caught.value.what
+    assert sync.version == 1
+
+
+def test_steps_too_small_to_be_seen_are_let_pass_and_add_up() -> None:
+    world = World(noise=0.01)
+    sync = world.sync(tolerance=0.1)
+    sync.push(1)
+    world.arrives = lambda version, value: BASE + (0.0 if version % 2 else 0.02)
+    for version, value in ((2, -1.004), (3, -1.008)):
+        world.become(value)
+        sync.push(version)
+    world.become(-1.012)
+    with pytest.raises(SyncError, match="it still computes what it did with policy version 1"):
+        sync.push(4)
+
+
+def test_a_step_that_changes_nothing_is_not_punished() -> None:
+    """A learning rate of 0, as in the first step of a warm-up."""
     world = World()
-    sync = make(world, check_interval=2)
+    sync = world.sync()
+    for version in (1, 2, 3):
+        sync.push(version)
+    assert sync.version == 3
+
+
+def test_a_server_that_follows_is_never_refused_for_its_noise() -> None:
+    world = World(noise=0.01)
+    sync = world.sync(tolerance=0.1)
+    for version in range(1, 30):
+        sync.push(version)
+        world.become(BASE - 0.004 * version)
+    assert sync.metrics["sync/logp_noise"] == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize("has_adapter", [True, False])
+def test_the_first_full_weights_equal_the_base_model_but_for_the_noise(has_adapter: bool) -> None:
+    """Nearer to the server's base model than to the trainer's policy, since it is that model."""
+    world = World(has_adapter=has_adapter, noise=0.0)
+    sync = world.sync(tolerance=0.1)
+    world.become(BASE - 0.02)  # the trainer's numbers of the same weights
+    world.arrives = lambda version, value: BASE if version == 1 else value
+    world.base = world.current  # type: ignore[method-assign]
+    sync.push(1)
+    assert sync.metrics["sync/logp_gap"] == pytest.approx(0.02)
+
+
+# The interval
+
+
+def test_the_interval_counts_pushes() -> None:
+    world = World()
+    sync = world.sync(check_interval=2)
     for version in range(1, 5):
         sync.push(version)
-    assert [call for call in world.calls if call.startswith("score")] == ["score 0", "score 1", "score 3"]
-    world = World()
-    sync = make(world, check_interval=0)
-    sync.push(1)
-    assert world.calls == ["score 0", "deliver 1"] and sync.metrics["sync/check"] == 0
+    scores = [call for call in without_canary(world) if call.startswith("score")]
+    assert scores == ["score 0", "score 1", "score 3"]
 
 
-def test_after_a_recovery_the_served_version_is_scored_without_the_model() -> None:
-    world = World()
-    sync = make(world, check_interval=5)
+@pytest.mark.parametrize("has_adapter", [True, False])
+def test_zero_ends_the_repeated_check_and_nothing_else(has_adapter: bool) -> None:
+    world = World(has_adapter=has_adapter)
+    sync = world.sync(check_interval=0)
     sync.push(1)
-    world.policy = -1.5
+    assert f"deliver {CANARY}" in world.calls and f"score {CANARY}" in world.calls
+    assert [call for call in without_canary(world) if call != "score 0"] == ["deliver 1"]
+    assert sync.metrics["sync/check"] == 0 and "sync/logp_gap" not in sync.metrics
+
+
+@pytest.mark.parametrize("has_adapter", [True, False])
+def test_with_zero_the_canary_still_catches_what_does_not_arrive(has_adapter: bool) -> None:
+    world = World(has_adapter=has_adapter)
+    world.arrives = lambda version, value: BASE
+    with pytest.raises(SyncError, match="does not generate with the canary"):
+        world.sync(check_interval=0).push(1)
+
+
+def test_with_zero_a_restarted_server_is_still_held_to_the_canary() -> None:
+    world = World(has_adapter=True)
+    world.sync(check_interval=0).push(1)
+    world.arrives = lambda version, value: BASE
+    with pytest.raises(SyncError, match="does not generate with the canary"):
+        world.restart()
+
+
+# After a recovery
+
+
+def test_a_restarted_server_is_held_to_canary_and_served_version_without_the_model() -> None:
+    world = World(has_adapter=True)
+    sync = world.sync(check_interval=5)
+    sync.push(1)
+    world.become(-1.5)
     sync.push(2)
     world.calls.clear()
-    assert world.on_recovered is not None
-    world.on_recovered()
-    assert world.calls == ["score 2"]
-    world.served[2] = -1.0
-    with pytest.raises(SyncError, match="policy version 2"):
-        world.on_recovered()
+    world.current = lambda: pytest.fail("the model is the main thread's")  # type: ignore[method-assign]
+    world.restart()
+    assert world.calls[:2] == [f"set {CANARY}", f"score {CANARY}"] and world.calls[-1] == "score 2"
     sync.close()
-    assert world.on_recovered is None
+    assert world.on_recovered is None and world.on_claimed_again is None
 
 
-def test_before_the_first_push_a_recovery_has_nothing_to_check() -> None:
+@pytest.mark.parametrize(("lost", "named"), [(CANARY_VERSION, "the canary"), (2, "policy version 2")])
+def test_a_restarted_server_that_does_not_take_what_is_pushed_is_caught(lost: int, named: str) -> None:
+    world = World(has_adapter=True)
+    sync = world.sync()
+    sync.push(1)
+    world.become(-1.5)
+    sync.push(2)
+    world.arrives = lambda version, value: BASE if version == lost else value
+    with pytest.raises(SyncError, match=f"does not generate with {named}"):
+        world.restart()
+
+
+def test_after_a_restart_full_weights_begin_with_a_canary_again() -> None:
     world = World()
-    make(world).recheck()
+    sync = world.sync()
+    sync.push(1)
+    world.become(-1.5)
+    sync.push(2)
+    world.calls.clear()
+    world.restart()
+    assert world.calls == ["score 0", "score 2"]
+    world.become(-1.6)
+    sync.push(3)
+    assert f"deliver {CANARY}" in world.calls and world.calls[-2:] == ["deliver 3", "score 3"]
+    world.calls.clear()
+    sync.push(4)
+    assert world.calls == ["deliver 4", "score 4"]
+
+
+def test_a_restart_with_another_base_model_is_caught() -> None:
+    world = World()
+    sync = world.sync()
+    sync.push(1)
+    world.served = {0: BASE}
+    assert world.on_claimed_again is not None
+    world.served[0] = -1.1
+    with pytest.raises(SyncError, match="does not generate with the base model"):
+        world.on_claimed_again()
+
+
+def test_a_restart_between_canary_and_first_version_has_nothing_to_check_it_against() -> None:
+    world = World()
+    sync = world.sync()
+    sync.push(1)
+    world.restart()
+    deliver, restarted = world.deliver, []
+
+    def restart_first(version: int) -> object:
+        if version == 2 and not restarted:
+            restarted.append(version)
+            world.restart()
+        return deliver(version)
+
+    world.deliver = restart_first  # type: ignore[method-assign, assignment]
+    world.become(-1.5)
+    sync.push(2)
+    assert sync.version == 2 and restarted == [2]
+
+
+@pytest.mark.parametrize("has_adapter", [True, False])
+def test_before_the_first_push_a_recovery_has_nothing_to_check(has_adapter: bool) -> None:
+    world = World(has_adapter=has_adapter)
+    world.sync()
+    world.restart()
     assert world.calls == []
