@@ -45,7 +45,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     (f"{GRPO}.types", f"{GRPO}.algo", f"{GRPO}.distributed", "axolotl.serving"),
     ("axolotl.utils.schemas",),
-    ("axolotl.utils",),
+    ("axolotl.utils", "axolotl.failpoints"),
     ("axolotl.errors",),
 )
 PACKAGES_ONLY = {"axolotl", "axolotl.core", "axolotl.core.trainers", GRPO}

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from axolotl import failpoints
 from axolotl.cli.config import LoadedConfig, dump_config
 from axolotl.errors import ConfigError, Interrupted, ServerError, SyncError
 from axolotl.serving.client import ServerClient
@@ -49,6 +50,8 @@ def run(loaded: LoadedConfig, flags: TrainFlags) -> None:
     Raises:
         AxolotlError: of the kind that names who has to act; what was achieved until then is on disk.
     """
+    failpoints.arm(os.environ)
+    failpoints.point("cfg.loaded")
     _prepare_environment(loaded.config)
     from axolotl.core.run.faults import named_faults
     from axolotl.core.run.output_dir import RESOLVED_CONFIG, OutputDir
@@ -247,6 +250,7 @@ def _connect(
     ours = fingerprint(config.base_model, config.revision_of_model, bool(config.trust_remote_code))
     client.claim(run_id, ours, sampling(config))
     stack.callback(client.release)
+    failpoints.point("srv.handshake")
     stack.enter_context(client.renewing())
     _check_rank(config, info.max_lora_rank)
     _say(f"generating with the {info.engine} engine at {client.url} ({info.dtype}, instance {info.instance_id})")
@@ -325,6 +329,7 @@ def _is_finished(checkpoint: Path, trainer: AxolotlGRPOTrainer) -> bool:
 def _finish(trainer: AxolotlGRPOTrainer, output: OutputDir, config: AxolotlConfig) -> None:
     from axolotl.core.run.output_dir import LAST_ERROR
 
+    failpoints.point("end")
     if trainer.state.global_step == 0:
         # Nothing was trained: what an earlier run saved stays.
         output.file(LAST_ERROR).unlink(missing_ok=True)

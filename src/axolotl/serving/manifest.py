@@ -29,6 +29,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from axolotl.errors import InternalError, SyncError
+from axolotl.failpoints import point
 
 Kind = Literal["adapter", "weights"]
 
@@ -113,6 +114,7 @@ def write_manifest(directory: Path, *, version: int, rank: int = 0, kind: Kind =
             files[name] = {"size": path.stat().st_size, "sha256": _sha256(file.fileno())}
     text = json.dumps({"version": version, "rank": rank, "files": files}, sort_keys=True).encode()
     path = directory / MANIFEST_NAME
+    point("sync.before_manifest")
     path.write_bytes(text)
     _seal(path)
     _seal(directory)

@@ -15,6 +15,7 @@ from axolotl.core.trainers.grpo.rewards.function import RESERVED, RewardFunction
 from axolotl.core.trainers.grpo.rewards.validation import checked_values
 from axolotl.core.trainers.grpo.types import RewardRequest, RewardResult
 from axolotl.errors import RewardError
+from axolotl.failpoints import point
 from axolotl.utils.user_code import error_lines, error_place, one_line, pass_interruption
 
 
@@ -45,6 +46,7 @@ class InlineRewards:
         def log_metric(name: str, value: float) -> None:
             metrics[name].append(float(value))
 
+        point("rwd.sent")
         returned = []
         for function in self._functions:
             arguments = {
@@ -58,6 +60,7 @@ class InlineRewards:
             }
             returned.append(_call(function, arguments))
         returned = self._awaited(returned, tuple(request.columns))
+        point("rwd.received")
         count = len(request.completions)
         _check_extra(extra, count)
         columns = [checked_values(f, values, count) for f, values in zip(self._functions, returned, strict=True)]

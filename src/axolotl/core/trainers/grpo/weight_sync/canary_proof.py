@@ -21,6 +21,7 @@ from axolotl.core.trainers.grpo.weight_sync.delivery import Delivered, Delivery
 from axolotl.core.trainers.grpo.weight_sync.probe import PolicyProbe, ServerProbe
 from axolotl.core.trainers.grpo.weight_sync.verdict import Expected, name_of, require
 from axolotl.errors import SyncError
+from axolotl.failpoints import point
 from axolotl.serving.client import ServerClient
 from axolotl.serving.wire import CANARY_VERSION
 
@@ -62,6 +63,7 @@ class CanaryProof:
         tokens = self._probe.probe.tokens
         self._canary = Expected(CANARY_VERSION, tokens, logps, {name_of(0): self.base, **others})
         self._digest = delivered.digest
+        point("srv.canary")
         self._hold_to(self._canary)
         self.is_proven = True
 

@@ -13,6 +13,7 @@ from torch import nn
 from axolotl.core.trainers.grpo.weight_sync.delivery import Delivered, check_reached, require_finite
 from axolotl.core.trainers.grpo.weight_sync.merged import Named, policy_weights
 from axolotl.core.trainers.grpo.weight_sync.publish import publish, remove_others
+from axolotl.failpoints import point
 from axolotl.serving.client import ServerClient
 
 SHARD_BYTES = 1 << 30
@@ -60,6 +61,7 @@ class FullWeights:
         digest = publish(self._directory, version, write, kind="weights")
         saved = time.perf_counter()
         answer = self._client.set_weights(version, digest)
+        point("sync.after_post")
         check_reached(answer.num_modules, count, f"weights version {version}")
         remove_others(self._directory, {version})
         return Delivered(save_s=saved - started, load_s=time.perf_counter() - saved, digest=digest)

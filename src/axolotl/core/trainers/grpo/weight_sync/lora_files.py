@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 
 from axolotl.core.trainers.grpo.weight_sync.delivery import ADAPTER, Delivered, check_reached, require_finite
 from axolotl.core.trainers.grpo.weight_sync.publish import publish, remove_others
+from axolotl.failpoints import point
 from axolotl.serving.client import ServerClient
 from axolotl.serving.wire import CANARY_VERSION
 
@@ -56,6 +57,7 @@ class LoraFiles:
         digest = publish(self._directory, version, write, kind="adapter", rank=config.r)
         saved = time.perf_counter()
         answer = self._client.set_adapter(version, digest)
+        point("sync.after_post")
         check_reached(answer.num_modules, sum(".lora_A." in name for name in tensors), f"adapter version {version}")
         remove_others(self._directory, {*answer.loaded_versions, version, CANARY_VERSION})
         return Delivered(save_s=saved - started, load_s=time.perf_counter() - saved, digest=digest)

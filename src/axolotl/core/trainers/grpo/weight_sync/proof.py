@@ -20,6 +20,7 @@ from axolotl.core.trainers.grpo.weight_sync.canary_proof import CanaryProof
 from axolotl.core.trainers.grpo.weight_sync.delivery import Delivery
 from axolotl.core.trainers.grpo.weight_sync.probe import PolicyProbe, ServerProbe
 from axolotl.core.trainers.grpo.weight_sync.verdict import Expected, name_of, require, require_moved
+from axolotl.failpoints import point
 from axolotl.serving.client import ServerClient
 
 
@@ -76,6 +77,7 @@ class ProvenSync:
                 self._check(version)
         self._num_pushes += 1
         self._version = version
+        point("sync.after_ack")
 
     def recheck(self) -> None:
         """Score the served version again and compare with what the trainer said of it. HTTP only."""

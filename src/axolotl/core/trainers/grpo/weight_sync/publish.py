@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from axolotl.errors import StorageError
+from axolotl.failpoints import point
 from axolotl.serving.manifest import Kind, write_manifest
 
 
@@ -22,13 +23,17 @@ def publish(root: Path, version: int, write: Callable[[Path], None], *, kind: Ki
     """
     staged, final = root / f".tmp-v{version}", root / f"v{version}"
     try:
+        point("sync.before_save")
         for leftover in (staged, final):
             shutil.rmtree(leftover, ignore_errors=True)
         root.mkdir(mode=0o755, parents=True, exist_ok=True)  # whatever the umask: a server reads no others' places
         staged.mkdir()
         write(staged)
+        point("sync.after_files")
         digest = write_manifest(staged, version=version, rank=rank, kind=kind)
+        point("sync.before_rename")
         staged.rename(final)
+        point("sync.after_rename")
     except OSError as error:
         what = "adapter" if kind == "adapter" else "weights"
         raise StorageError(
