@@ -216,10 +216,16 @@ class TRLConfig(Options):
         0, "How many groups with a learning signal are kept to stand in for groups without one; 0 is off.", ge=0
     )
     replay_recompute_logps: Bool = option(True, "Recompute log-probs of replayed groups under the present policy.")
+    replay_max_age: Int = option(
+        16, "How many optimizer steps after a group was first scored it may still be replayed.", ge=1
+    )
     reroll_start_fraction: Float = option(
         1.0, "Try failed prompts again after this share of the training; 1.0 is off.", ge=0.0, le=1.0
     )
     reroll_max_groups: Int = option(1, "The most groups of a batch that are prompts tried again.", ge=1)
+    reroll_threshold: Float = option(
+        0.0, "A prompt failed when the weighted rewards of all its completions are at most this."
+    )
 
     sync_ref_model: Bool = option(
         False, "Let the reference model follow the policy (full fine-tuning with `beta` above 0)."
