@@ -6,8 +6,9 @@ generation is TRL's. Ours gets the same recording through a `GenerationBackend`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,10 @@ from trl import GRPOConfig, GRPOTrainer
 from axolotl.core.trainers.grpo.algo.advantages import AdvantageSpec
 from axolotl.core.trainers.grpo.algo.importance import ImportanceSpec
 from axolotl.core.trainers.grpo.pipeline import RolloutPipeline
+from axolotl.core.trainers.grpo.protocols import DataProducer
+from axolotl.core.trainers.grpo.rollout.collate import collate
+from axolotl.core.trainers.grpo.rollout.making import GroupMaker
+from axolotl.core.trainers.grpo.rollout.planning import Planner
 from axolotl.core.trainers.grpo.rollout.producer import SyncProducer
 from axolotl.core.trainers.grpo.sampler import GroupSampler
 from axolotl.core.trainers.grpo.scoring import Scorer
@@ -143,17 +148,16 @@ class RecordedBackend:
     recording: Recording
     is_thread_safe: bool = True
 
-    def generate(self, rows: Sequence[PromptRow], seeds: Any, sampling: Sampling) -> list[CompletionGroup]:
-        return [
-            CompletionGroup(
-                row,
-                tuple(
-                    Completion(tuple(ids), tuple(logps), is_truncated=ids[-1] != 2, adapter_version=1, instance_id="r")
-                    for ids, logps in zip(self.recording.ids[row.index], self.recording.logps[row.index], strict=True)
-                ),
-            )
-            for row in rows
-        ]
+    def generate(
+        self, rows: Sequence[PromptRow], seeds: Any, sampling: Sampling, version: int
+    ) -> Iterator[tuple[int, CompletionGroup]]:
+        for place, row in enumerate(rows):
+            recorded = zip(self.recording.ids[row.index], self.recording.logps[row.index], strict=True)
+            completions = [
+                Completion(tuple(ids), tuple(logps), is_truncated=ids[-1] != 2, adapter_version=1, instance_id="r")
+                for ids, logps in recorded
+            ]
+            yield place, CompletionGroup(row, tuple(completions))
 
     def close(self) -> None: ...
 
@@ -184,8 +188,11 @@ def our_trainer(
     importance: ImportanceSpec | None,
     prompts_per_step: int = 1,
     mask_truncated: bool = False,
+    make_producer: Callable[[GroupMaker], DataProducer] = SyncProducer,
+    step: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> AxolotlGRPOTrainer:
+    """step: further fields of `StepSpec`."""
     rewards = RecordedRewards(recording)
 
     def unused(**_: Any) -> list[float]:
@@ -201,15 +208,7 @@ def our_trainer(
     )
     rows = [PromptRow(i, prompt, tuple(tokenizer(prompt)["input_ids"]), {"row": i}) for i, prompt in enumerate(PROMPTS)]
     sampler = GroupSampler(len(rows), prompts_per_step, shuffle=False)
-    producer = SyncProducer(
-        rows=rows,
-        sampler=sampler,
-        backend=RecordedBackend(recording),
-        sampling=Sampling(n=GROUP_SIZE, max_tokens=MAX_COMPLETION),
-        run_seed=0,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
+    maker = GroupMaker(rows, RecordedBackend(recording), Sampling(n=GROUP_SIZE, max_tokens=MAX_COMPLETION), run_seed=0)
     spec = AdvantageSpec(
         GROUP_SIZE,
         tuple(args.reward_weights or [1.0] * len(rewards.names)),
@@ -217,9 +216,11 @@ def our_trainer(
         scale=args.scale_rewards,
     )
     pipeline = RolloutPipeline(
-        spec=StepSpec(micro_batch_size, args.loss_type, mask_truncated=mask_truncated),
-        producer=producer,
+        spec=StepSpec(micro_batch_size, args.loss_type, mask_truncated=mask_truncated, **(step or {})),
+        planner=Planner(sampler, args.max_steps),
+        producer=make_producer(maker),
         scorer=Scorer(rewards, tokenizer, spec, lambda: trainer.state),
+        collate=partial(collate, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id),
         sync=InProcessSync(trainer.policy),
         accelerator=trainer.accelerator,
     )

@@ -208,6 +208,7 @@ def _prepare(loaded: LoadedConfig, server: ManagedServer | None, stop: StopReque
     from axolotl.core.trainers.grpo.assembly import Parts, build_sampler
     from axolotl.core.trainers.grpo.rewards.inline import InlineRewards
     from axolotl.core.trainers.grpo.rewards.loading import check_columns, load_rewards, reward_notes
+    from axolotl.core.trainers.grpo.specs import pipeline_notes
     from axolotl.data.prompts import prepare_prompts
     from axolotl.loaders.device import pick_device
     from axolotl.loaders.precision import resolve_precision
@@ -228,7 +229,9 @@ def _prepare(loaded: LoadedConfig, server: ManagedServer | None, stop: StopReque
     precision = resolve_precision(config, device)
     if precision.note:
         _say(precision.note)
-    return Parts(config, tokenizer, prompts, InlineRewards(functions), device, precision, link)
+    for note in pipeline_notes(config):
+        _say(note)
+    return Parts(config, tokenizer, prompts, InlineRewards(functions), device, precision, link, stop.interruptible)
 
 
 def _connect(

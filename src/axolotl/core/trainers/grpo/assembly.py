@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import torch
@@ -16,13 +18,18 @@ from axolotl.core.trainers.grpo.args import grpo_arguments
 from axolotl.core.trainers.grpo.generation.server import ServerBackend
 from axolotl.core.trainers.grpo.generation.transformers import TransformersBackend
 from axolotl.core.trainers.grpo.pipeline import RolloutPipeline
-from axolotl.core.trainers.grpo.protocols import GenerationBackend, RewardRunner, WeightSync
+from axolotl.core.trainers.grpo.protocols import DataProducer, GenerationBackend, RewardRunner, WeightSync
+from axolotl.core.trainers.grpo.rollout.background import BackgroundProducer
+from axolotl.core.trainers.grpo.rollout.collate import collate
+from axolotl.core.trainers.grpo.rollout.making import GroupMaker
+from axolotl.core.trainers.grpo.rollout.planning import Planner
 from axolotl.core.trainers.grpo.rollout.producer import SyncProducer
 from axolotl.core.trainers.grpo.sampler import GroupSampler
 from axolotl.core.trainers.grpo.schedule import check_schedule
 from axolotl.core.trainers.grpo.scoring import Scorer
 from axolotl.core.trainers.grpo.specs import advantage_spec, importance_spec, sampling, step_spec
-from axolotl.core.trainers.grpo.trainer import AxolotlGRPOTrainer
+from axolotl.core.trainers.grpo.trainer import AxolotlGRPOTrainer, Evaluate
+from axolotl.core.trainers.grpo.types import CompletionGroup, Order, PromptRow, Slot
 from axolotl.core.trainers.grpo.weight_sync.agreement import tolerance
 from axolotl.core.trainers.grpo.weight_sync.delivery import Delivery
 from axolotl.core.trainers.grpo.weight_sync.full_weights import FullWeights
@@ -39,10 +46,17 @@ from axolotl.serving.link import ServerLink
 from axolotl.utils.schemas.config import AxolotlConfig
 from axolotl.utils.schemas.plan import batch_plan
 
+# Of the seeds of held-out prompts.
+_EVALUATION_EPOCH = -1
+
 
 @dataclass(frozen=True)
 class Parts:
-    """What a GRPO trainer is made of. server: None when the policy generates in process."""
+    """What a GRPO trainer is made of.
+
+    server: None when the policy generates in process. waiting: entered while the main thread waits for completions, so
+    that a signal can end the wait.
+    """
 
     config: AxolotlConfig
     tokenizer: PreTrainedTokenizerBase
@@ -51,6 +65,7 @@ class Parts:
     device: str
     precision: Precision
     server: ServerLink | None
+    waiting: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 def build_sampler(config: AxolotlConfig, num_prompts: int) -> GroupSampler:
@@ -65,12 +80,12 @@ def assemble(parts: Parts) -> AxolotlGRPOTrainer:
     trainer = _trl_trainer(parts, sampler)
     trainer.remove_callback(PrinterCallback)
     sync = _weight_sync(parts, trainer)
-    producer = _producer(parts, trainer, sync, sampler)
+    backend = _backend(parts, trainer)
     trainer.attach(
-        _pipeline(parts, trainer, sync, producer),
+        _pipeline(parts, trainer, sync, backend, sampler),
         sampler,
         importance=importance_spec(config),
-        evaluation=(parts.prompts.evaluation, producer) if parts.prompts.evaluation else None,
+        evaluation=_evaluation(parts, backend),
     )
     return trainer
 
@@ -151,35 +166,61 @@ def _is_half(precision: Precision) -> bool:
     return precision.weights != torch.float32 or precision.autocast is not None
 
 
-def _producer(parts: Parts, trainer: AxolotlGRPOTrainer, sync: WeightSync, sampler: GroupSampler) -> SyncProducer:
-    pad, eos = parts.tokenizer.pad_token_id, parts.tokenizer.eos_token_id
-    backend: GenerationBackend
-    if parts.server is None:
-        backend = TransformersBackend(
-            trainer.policy,
-            sync,
-            eos_token_ids=trainer.eos_token_ids,
-            pad_token_id=pad,
-        )
-    else:
-        backend = ServerBackend(parts.server.client, sync)
-    return SyncProducer(
-        rows=parts.prompts.train,
-        sampler=sampler,
-        backend=backend,
-        sampling=sampling(parts.config, end_token=eos if _has_own_end_token(parts.config) else None),
-        run_seed=parts.config.seed,
-        pad_token_id=pad,
-        eos_token_id=eos,
+def _backend(parts: Parts, trainer: AxolotlGRPOTrainer) -> GenerationBackend:
+    if parts.server is not None:
+        return ServerBackend(parts.server.client)
+    chunk = step_spec(parts.config).groups_per_chunk
+    return TransformersBackend(
+        trainer.policy,
+        eos_token_ids=trainer.eos_token_ids,
+        pad_token_id=parts.tokenizer.pad_token_id,
+        **({} if chunk is None else {"prompts_per_batch": chunk}),
     )
 
 
-def _pipeline(parts: Parts, trainer: AxolotlGRPOTrainer, sync: WeightSync, producer: SyncProducer) -> RolloutPipeline:
+def _maker(parts: Parts, backend: GenerationBackend, rows: Sequence[PromptRow]) -> GroupMaker:
+    end_token = parts.tokenizer.eos_token_id if _has_own_end_token(parts.config) else None
+    return GroupMaker(rows, backend, sampling(parts.config, end_token=end_token), parts.config.seed)
+
+
+def _producer(parts: Parts, maker: GroupMaker) -> DataProducer:
+    """A thread only where there is something to overlap."""
+    trl = parts.config.trl
+    is_streaming = step_spec(parts.config).groups_per_chunk is not None
+    if not maker.backend.is_thread_safe or not (trl.async_prefetch or is_streaming):
+        return SyncProducer(maker)
+    return BackgroundProducer(
+        maker.make,
+        depth=cast(int, trl.prefetch_depth) if trl.async_prefetch else 0,
+        waiting=parts.waiting,
+        close_backend=maker.backend.close,
+    )
+
+
+def _evaluation(parts: Parts, backend: GenerationBackend) -> tuple[int, Evaluate] | None:
+    """Held-out prompts are made when they are asked for, on the main thread, with seeds of an epoch of their own."""
+    rows = parts.prompts.evaluation
+    if not rows:
+        return None
+    maker = _maker(parts, backend, rows)
+
+    def evaluate(index: int, version: int) -> list[CompletionGroup]:
+        return [group for _, group in maker.make(Order(0, _EVALUATION_EPOCH, version, (Slot(index),)))]
+
+    return len(rows), evaluate
+
+
+def _pipeline(
+    parts: Parts, trainer: AxolotlGRPOTrainer, sync: WeightSync, backend: GenerationBackend, sampler: GroupSampler
+) -> RolloutPipeline:
     spec = advantage_spec(parts.config, len(parts.rewards.names))
+    tokenizer = parts.tokenizer
     return RolloutPipeline(
         spec=step_spec(parts.config),
-        producer=producer,
-        scorer=Scorer(parts.rewards, parts.tokenizer, spec, lambda: trainer.state),
+        planner=Planner(sampler, _num_steps(cast(GRPOConfig, trainer.args), sampler)),
+        producer=_producer(parts, _maker(parts, backend, parts.prompts.train)),
+        scorer=Scorer(parts.rewards, tokenizer, spec, lambda: trainer.state),
+        collate=partial(collate, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id),
         sync=sync,
         accelerator=trainer.accelerator,
     )

@@ -1,13 +1,15 @@
-"""A scored rollout cut into the micro-batches of one optimizer step, in the form TRL's loss reads."""
+"""A scored rollout cut into micro-batches, in the form TRL's loss reads."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from axolotl.core.trainers.grpo.algo.shares import loss_share
 from axolotl.core.trainers.grpo.scoring import ScoredBatch, loss_mask
+from axolotl.core.trainers.grpo.types import RolloutBatch
 
 Tensors = dict[str, torch.Tensor]
 
@@ -20,54 +22,85 @@ class MicroBatch:
     share: float
 
 
+@dataclass(frozen=True)
+class StepTotals:
+    """What the losses of one optimizer step are divided by.
+
+    rows: completions of the step on this rank. tokens: those that count in the loss, a rank's average. all_tokens:
+    their sum over the ranks.
+    """
+
+    rows: int
+    tokens: float
+    all_tokens: float
+
+
 def split(
     scored: ScoredBatch,
+    totals: StepTotals,
     *,
     micro_batch_size: int,
     loss_type: str,
     mask_truncated: bool,
     device: torch.device,
-    all_ranks_tokens: float | None = None,
+    rows: Sequence[int] | None = None,
 ) -> list[MicroBatch]:
     """Micro-batches in group order: a group stays in consecutive ones, it is never torn apart by a shuffle.
 
     Args:
-        all_ranks_tokens: tokens of the step that count, summed over ranks; this rank's own when None.
+        rows: the completions that take part; all of them when None. Those left out still count in `totals`.
     """
     batch = scored.batch
     mask = loss_mask(batch, mask_truncated=mask_truncated)
-    tokens = float(known_tokens(mask, batch.sampling_logps).sum())
-    total = tokens if all_ranks_tokens is None else all_ranks_tokens
+    kept = list(range(batch.num_completions)) if rows is None else list(rows)
     micro_batches = []
-    for start in range(0, batch.num_completions, micro_batch_size):
-        rows = slice(start, start + micro_batch_size)
+    for start in range(0, len(kept), micro_batch_size):
+        chosen = torch.tensor(kept[start : start + micro_batch_size])
         inputs = _trim(
             {
-                "prompt_ids": batch.prompt_ids[rows],
-                "prompt_mask": batch.prompt_mask[rows],
-                "completion_ids": batch.completion_ids[rows],
-                "completion_mask": mask[rows],
+                "prompt_ids": batch.prompt_ids[chosen],
+                "prompt_mask": batch.prompt_mask[chosen],
+                "completion_ids": batch.completion_ids[chosen],
+                "completion_mask": mask[chosen],
             },
-            lengths=batch.completion_mask[rows],
+            lengths=batch.completion_mask[chosen],
         )
         width = inputs["completion_ids"].shape[1]
-        inputs["advantages"] = scored.advantages.values[rows]
-        inputs["num_items_in_batch"] = torch.tensor(total)
+        inputs["advantages"] = scored.advantages.values[chosen]
+        inputs["num_items_in_batch"] = torch.tensor(totals.all_tokens)
         counted = inputs["completion_mask"]
         if batch.sampling_logps is not None:
-            logps = batch.sampling_logps[rows, :width]
+            logps = batch.sampling_logps[chosen, :width]
             inputs["sampling_per_token_logps"] = logps
             # TRL multiplies this mask into the loss but not into attention: the way to drop a token, not a position.
             inputs["tool_mask"] = logps.isfinite().long()
             counted = known_tokens(counted, logps)
-        share = loss_share(loss_type, counted, batch.num_completions, tokens)
+        share = loss_share(loss_type, counted, totals.rows, totals.tokens)
         micro_batches.append(MicroBatch({name: value.to(device) for name, value in inputs.items()}, share))
     return micro_batches
+
+
+def num_counted(batch: RolloutBatch, *, mask_truncated: bool) -> float:
+    """Tokens of the batch that count in the loss."""
+    return float(known_tokens(loss_mask(batch, mask_truncated=mask_truncated), batch.sampling_logps).sum())
 
 
 def known_tokens(mask: torch.Tensor, sampling_logps: torch.Tensor | None) -> torch.Tensor:
     """`[N, C]` the mask without tokens whose sampling log-prob is unknown."""
     return mask if sampling_logps is None else mask * sampling_logps.isfinite().long()
+
+
+def rows_with_signal(scored: ScoredBatch) -> list[int]:
+    """Completions of groups whose advantages are not all zero: only they have a gradient."""
+    size = scored.batch.group_size
+    has_signal = (scored.advantages.values.view(-1, size) != 0).any(dim=1)
+    return [row for row in range(scored.batch.num_completions) if has_signal[row // size]]
+
+
+def shortest_row(scored: ScoredBatch) -> int:
+    """The completion that is cheapest to run."""
+    lengths = scored.batch.prompt_mask.sum(dim=1) + scored.batch.completion_mask.sum(dim=1)
+    return int(lengths.argmin())
 
 
 def _trim(inputs: Tensors, lengths: torch.Tensor) -> Tensors:

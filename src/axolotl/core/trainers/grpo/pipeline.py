@@ -1,38 +1,54 @@
-"""One optimizer step's way from prompts to micro-batches: sync, produce, score, cut.
+"""One optimizer step's way from prompts to micro-batches: sync, order, collect, score, cut.
 
     is a push due? ─► WeightSync.push(version)
-    DataProducer.produce(step) ─► Scorer.score ─► split into micro-batches
+    DataProducer.place(the order of step + depth)
+    DataProducer.groups ─► Scorer.score ─► split into micro-batches        chunk by chunk when streaming
 
-Main thread, every rank. The parts are chosen in `assembly.py`; later stages put replay and re-roll between scoring
-and cutting.
+Main thread, every rank. The parts are chosen in `assembly.py`.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from accelerate import Accelerator
 
+from axolotl.core.trainers.grpo.algo.shares import TOKEN_LOSSES
 from axolotl.core.trainers.grpo.distributed import sum_over_ranks
 from axolotl.core.trainers.grpo.metrics import completion_metrics, reward_metrics, staleness_metrics
-from axolotl.core.trainers.grpo.microbatch import MicroBatch, known_tokens, split
+from axolotl.core.trainers.grpo.microbatch import (
+    MicroBatch,
+    StepTotals,
+    num_counted,
+    rows_with_signal,
+    shortest_row,
+    split,
+)
 from axolotl.core.trainers.grpo.protocols import DataProducer, WeightSync
-from axolotl.core.trainers.grpo.scoring import ScoredBatch, Scorer, loss_mask
+from axolotl.core.trainers.grpo.rollout.planning import Planner
+from axolotl.core.trainers.grpo.scoring import ScoredBatch, Scorer, join
 from axolotl.core.trainers.grpo.specs import StepSpec
-from axolotl.core.trainers.grpo.types import RolloutBatch
+from axolotl.core.trainers.grpo.types import CompletionGroup, RolloutBatch
 from axolotl.core.trainers.grpo.weight_sync.schedule import is_due, version_of
 from axolotl.errors import SyncError
 
+Collate = Callable[[Sequence[CompletionGroup]], RolloutBatch]
+
 
 @dataclass(frozen=True)
-class StepBatch:
-    """What `training_step` runs: the micro-batches, the scored rollout they were cut from, and its numbers."""
+class StepResult:
+    """What became of an optimizer step's rollouts.
 
-    micro_batches: list[MicroBatch]
+    gradient_scale: what the gradients have to be multiplied with, and the loss: the micro-batches were divided by a
+    number of tokens that was not known yet.
+    """
+
     scored: ScoredBatch
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float]
+    gradient_scale: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -40,40 +56,33 @@ class RolloutPipeline:
     """The parts of a run, joined. Made by `assembly.py`."""
 
     spec: StepSpec
+    planner: Planner
     producer: DataProducer
     scorer: Scorer
+    collate: Collate
     sync: WeightSync
     accelerator: Accelerator
 
-    def step(self, step: int) -> StepBatch:
-        """The micro-batches of optimizer step `step`, counted from 0."""
+    def open(self, step: int) -> OpenStep:
+        """Bring the generator up to date, order what later steps need, and begin optimizer step `step` (from 0)."""
         started = time.perf_counter()
-        is_pushed = is_due(step, self.sync.version, self.spec.sync_interval)
-        if is_pushed:
+        metrics: dict[str, float] = {}
+        if is_due(step, self.sync.version, self.spec.sync_interval):
+            if not self.sync.keeps_versions:
+                # What is ordered was promised to the version that a push would replace.
+                self.producer.drain()
             self.sync.push(version_of(step))
-        synced = time.perf_counter()
-        batch = self.producer.produce(step)
-        _require_pushed(batch, self.sync.version)
-        generated = time.perf_counter()
-        scored = self.scorer.score(batch)
-        done = time.perf_counter()
-        seconds = generated - synced
-        metrics = {
-            **self.describe(scored),
-            **staleness_metrics(batch, version_of(step)),
-            **(self.sync.metrics if is_pushed else {}),
-            "time/sync": synced - started,
-            "time/generate": seconds,
-            "time/rewards": done - generated,
-            "generation/tokens_per_second": float(batch.completion_mask.sum()) / max(seconds, 1e-9),
-        }
-        return StepBatch(self._cut(scored), scored, metrics)
+            metrics |= self.sync.metrics
+        metrics["time/sync"] = time.perf_counter() - started
+        self._order(step)
+        return OpenStep(self, step, metrics)
 
-    def evaluate(self, batch: RolloutBatch) -> StepBatch:
-        """The same for held-out prompts, whose rollouts the caller made after `catch_up`."""
-        _require_pushed(batch, self.sync.version)
-        scored = self.scorer.score(batch)
-        return StepBatch(self._cut(scored), scored, self.describe(scored))
+    def evaluate(self, groups: Sequence[CompletionGroup]) -> tuple[list[MicroBatch], StepResult]:
+        """The same for held-out prompts, whose completions the caller made after `catch_up`."""
+        scored = self.scorer.score(self.collate(groups))
+        _require_pushed(scored.batch, self.sync.version)
+        totals = self.totals([scored])
+        return self.cut(scored, totals), StepResult(scored, self.describe(scored))
 
     def describe(self, scored: ScoredBatch) -> dict[str, float]:
         names = self.scorer.rewards.names
@@ -82,24 +91,125 @@ class RolloutPipeline:
     def catch_up(self, step: int) -> None:
         """Bring the generator to the weights before optimizer step `step`, whatever the interval."""
         if self.sync.version != version_of(step):
+            if not self.sync.keeps_versions:
+                self.producer.drain()
             self.sync.push(version_of(step))
 
-    def _cut(self, scored: ScoredBatch) -> list[MicroBatch]:
-        mask = loss_mask(scored.batch, mask_truncated=self.spec.mask_truncated)
-        tokens = float(known_tokens(mask, scored.batch.sampling_logps).sum())
+    def cut(self, scored: ScoredBatch, totals: StepTotals, rows: Sequence[int] | None = None) -> list[MicroBatch]:
         return split(
             scored,
+            totals,
             micro_batch_size=self.spec.micro_batch_size,
             loss_type=self.spec.loss_type,
             mask_truncated=self.spec.mask_truncated,
             device=torch.device(self.accelerator.device),
-            all_ranks_tokens=sum_over_ranks(self.accelerator, tokens),
+            rows=rows,
         )
+
+    def totals(self, parts: Sequence[ScoredBatch]) -> StepTotals:
+        """Collective: of the step that `parts` make up on this rank."""
+        rows = sum(part.batch.num_completions for part in parts)
+        own = sum(num_counted(part.batch, mask_truncated=self.spec.mask_truncated) for part in parts)
+        tokens = sum_over_ranks(self.accelerator, own)
+        return StepTotals(rows, tokens / self.accelerator.num_processes, tokens)
 
     def close(self) -> None:
         self.producer.close()
         self.scorer.rewards.close()
         self.sync.close()
+
+    def _order(self, step: int) -> None:
+        placed = self.producer.placed
+        first = placed[-1].step + 1 if placed else step
+        for ahead in range(first, min(step + self.producer.depth + 1, max(self.planner.num_steps, step + 1))):
+            self.producer.place(self.planner.plan(ahead, self.sync.version))
+
+
+@dataclass
+class OpenStep:
+    """An optimizer step in the making. Take all of `micro_batches`, then `result`."""
+
+    pipeline: RolloutPipeline
+    step: int
+    metrics: dict[str, float]
+    _parts: list[ScoredBatch] = field(default_factory=list)
+    _num_skipped: int = 0
+    _waited: float = 0.0
+    _rewards: float = 0.0
+
+    def micro_batches(self) -> Iterator[tuple[MicroBatch, bool]]:
+        """Each with whether it is the step's last, as soon as it can be run."""
+        pipeline = self.pipeline
+        order = pipeline.producer.placed[0]
+        assert order.step == self.step, (order.step, self.step)
+        parts: Iterable[ScoredBatch] = self._scored(len(order.slots))
+        if pipeline.spec.trains_early:
+            totals = self._provisional()
+        else:
+            parts = list(parts)
+            totals = pipeline.totals(parts)
+        num_left = len(order.slots)
+        for part in parts:
+            num_left -= len(part.batch.groups)
+            yield from self._run(part, totals, is_last=num_left == 0)
+
+    def result(self) -> StepResult:
+        """Collective. The numbers of the step, once all of its micro-batches were run."""
+        pipeline, spec = self.pipeline, self.pipeline.spec
+        scored = join(self._parts, pipeline.collate)
+        totals = pipeline.totals(self._parts)
+        metrics = {
+            **pipeline.describe(scored),
+            **staleness_metrics(scored.batch, version_of(self.step)),
+            **self.metrics,
+            "time/generate": self._waited,
+            "time/rewards": self._rewards,
+            "generation/tokens_per_second": float(scored.batch.completion_mask.sum()) / max(self._waited, 1e-9),
+        }
+        if spec.skips_zero_signal:
+            metrics["skipped_zero_adv_batches"] = float(self._num_skipped)
+        is_rescaled = spec.trains_early and spec.loss_type in TOKEN_LOSSES and totals.all_tokens > 0
+        scale = self._provisional().all_tokens / totals.all_tokens if is_rescaled else 1.0
+        return StepResult(scored, metrics, scale)
+
+    def _provisional(self) -> StepTotals:
+        """What the losses are divided by while the number of tokens is not known."""
+        spec, num_ranks = self.pipeline.spec, self.pipeline.accelerator.num_processes
+        return StepTotals(spec.rows_per_step, spec.token_estimate, spec.token_estimate * num_ranks)
+
+    def _scored(self, num_groups: int) -> Iterator[ScoredBatch]:
+        """The step's groups, scored chunk by chunk."""
+        pipeline = self.pipeline
+        size = pipeline.spec.groups_per_chunk or num_groups
+        finished = pipeline.producer.groups()
+        for start in range(0, num_groups, size):
+            count = min(size, num_groups - start)
+            began = time.perf_counter()
+            chunk = sorted((next(finished) for _ in range(count)), key=lambda item: item[0])
+            came = time.perf_counter()
+            batch = pipeline.collate([group for _, group in chunk])
+            _require_pushed(batch, pipeline.sync.version)
+            part = pipeline.scorer.score(batch)
+            self._waited += came - began
+            self._rewards += time.perf_counter() - came
+            self._parts.append(part)
+            yield part
+
+    def _run(self, part: ScoredBatch, totals: StepTotals, *, is_last: bool) -> Iterator[tuple[MicroBatch, bool]]:
+        spec = self.pipeline.spec
+        rows = rows_with_signal(part) if spec.skips_zero_signal else list(range(part.batch.num_completions))
+        self._num_skipped += _ceil(part.batch.num_completions, spec.micro_batch_size)
+        self._num_skipped -= _ceil(len(rows), spec.micro_batch_size)
+        if not rows and is_last:
+            # Gradients have to exist: a row whose advantage is 0 adds nothing to them.
+            rows = [shortest_row(part)]
+        micro_batches = self.pipeline.cut(part, totals, rows)
+        for index, micro_batch in enumerate(micro_batches, 1):
+            yield micro_batch, is_last and index == len(micro_batches)
+
+
+def _ceil(count: int, size: int) -> int:
+    return -(-count // size)
 
 
 def _require_pushed(batch: RolloutBatch, newest: int) -> None:

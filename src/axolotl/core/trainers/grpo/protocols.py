@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
-from axolotl.core.trainers.grpo.types import CompletionGroup, PromptRow, RewardRequest, RewardResult, RolloutBatch
+from axolotl.core.trainers.grpo.types import CompletionGroup, Order, PromptRow, RewardRequest, RewardResult
 from axolotl.serving.wire import Sampling
 
 
@@ -18,22 +18,55 @@ class GenerationBackend(Protocol):
         ...
 
     def generate(
-        self, rows: Sequence[PromptRow], seeds: Sequence[Sequence[int]], sampling: Sampling
-    ) -> list[CompletionGroup]:
-        """`sampling.n` completions of each row, in order; `seeds` is `[len(rows)][n]`."""
+        self, rows: Sequence[PromptRow], seeds: Sequence[Sequence[int]], sampling: Sampling, version: int
+    ) -> Iterator[tuple[int, CompletionGroup]]:
+        """`sampling.n` completions of each row by policy `version`, as they finish, each with the position of its row.
+
+        Args:
+            seeds: `[len(rows)][n]`.
+        """
         ...
 
     def close(self) -> None: ...
 
 
 class DataProducer(Protocol):
-    """Hands the trainer the rollouts of one optimizer step. Main thread, every rank."""
+    """Makes the groups that are ordered, in the order of the orders. Called on the main thread of every rank."""
 
-    def produce(self, step: int) -> RolloutBatch:
-        """The rollouts that optimizer step `step` (counted from 0) trains on."""
+    @property
+    def depth(self) -> int:
+        """How many steps ahead orders are placed, so that they are made while others train."""
         ...
 
-    def close(self) -> None: ...
+    @property
+    def placed(self) -> Sequence[Order]:
+        """Orders whose groups have not been asked for, the oldest first."""
+        ...
+
+    def place(self, order: Order) -> None:
+        """Take an order. Returns at once."""
+        ...
+
+    def groups(self) -> Iterator[tuple[int, CompletionGroup]]:
+        """The groups of the oldest order as they finish, each with its place in the order. Raises what making them
+        raised."""
+        ...
+
+    def adopt(self, order: Order, groups: Sequence[tuple[int, CompletionGroup]]) -> None:
+        """Take an order that is made already: a checkpoint kept it."""
+        ...
+
+    def finished(self) -> list[tuple[Order, list[tuple[int, CompletionGroup]]]]:
+        """Orders that are made and wait, with their groups, the oldest first."""
+        ...
+
+    def drain(self) -> None:
+        """Return when all orders are made."""
+        ...
+
+    def close(self) -> None:
+        """Give up what is being made. Returns within seconds."""
+        ...
 
 
 class RewardRunner(Protocol):
@@ -57,6 +90,11 @@ class WeightSync(Protocol):
     @property
     def version(self) -> int:
         """The version that the generator is known to serve; 0 is the base model."""
+        ...
+
+    @property
+    def keeps_versions(self) -> bool:
+        """Whether versions before the newest can still be generated with after a push."""
         ...
 
     @property

@@ -9,9 +9,16 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from axolotl.core.trainers.grpo.algo.advantages import Advantages, AdvantageSpec, compute_advantages
+from axolotl.core.trainers.grpo.algo.advantages import Advantages, AdvantageSpec, compute_advantages, join_advantages
 from axolotl.core.trainers.grpo.protocols import RewardRunner
-from axolotl.core.trainers.grpo.types import Prompt, PromptRow, RewardRequest, RewardResult, RolloutBatch
+from axolotl.core.trainers.grpo.types import (
+    CompletionGroup,
+    Prompt,
+    PromptRow,
+    RewardRequest,
+    RewardResult,
+    RolloutBatch,
+)
 
 
 @dataclass(frozen=True)
@@ -49,6 +56,36 @@ class Scorer:
         )
         result = self.rewards.score(request)
         return ScoredBatch(batch, prompts, completions, result, compute_advantages(result.values, self.spec))
+
+
+def join(parts: Sequence[ScoredBatch], collate: Callable[[Sequence[CompletionGroup]], RolloutBatch]) -> ScoredBatch:
+    """Parts of one step as if they had been scored together. Their advantages stay as they are."""
+    if len(parts) == 1:
+        return parts[0]
+    return ScoredBatch(
+        batch=collate([group for part in parts for group in part.batch.groups]),
+        prompts=[prompt for part in parts for prompt in part.prompts],
+        completions=[completion for part in parts for completion in part.completions],
+        result=_join_results([part.result for part in parts]),
+        advantages=join_advantages([part.advantages for part in parts]),
+    )
+
+
+def _join_results(results: Sequence[RewardResult]) -> RewardResult:
+    """A column that a part did not log is None there."""
+    columns = {name for result in results for name in result.extra}
+    metrics: dict[str, list[float]] = {}
+    for result in results:
+        for name, values in result.metrics.items():
+            metrics.setdefault(name, []).extend(values)
+    return RewardResult(
+        values=torch.cat([result.values for result in results]),
+        extra={
+            name: [value for r in results for value in r.extra.get(name, [None] * r.values.shape[0])]
+            for name in sorted(columns)
+        },
+        metrics=metrics,
+    )
 
 
 def _as_completion(row: PromptRow, text: str) -> Prompt:

@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 from axolotl.core.trainers.grpo.algo.advantages import AdvantageSpec
 from axolotl.core.trainers.grpo.algo.importance import ImportanceSpec
+from axolotl.core.trainers.grpo.algo.shares import TOKEN_LOSSES
 from axolotl.serving.wire import Sampling
 from axolotl.utils.schemas.config import AxolotlConfig
-from axolotl.utils.schemas.plan import uses_server
+from axolotl.utils.schemas.plan import batch_plan, uses_server
 
 
 @dataclass(frozen=True)
 class StepSpec:
-    """One optimizer step. micro_batch_size counts completions, sync_interval optimizer steps."""
+    """One optimizer step. micro_batch_size counts completions, sync_interval optimizer steps.
+
+    skips_zero_signal: groups whose advantages are all 0 take part in no forward pass. groups_per_chunk: groups that are
+    scored together; None for all. trains_early: chunks are trained before the last of them is scored, so that losses
+    are divided by an estimate of the step's tokens first. rows_per_step: completions of one rank.
+    """
 
     micro_batch_size: int
     loss_type: str
     sync_interval: int = 1
     mask_truncated: bool = False
+    skips_zero_signal: bool = False
+    groups_per_chunk: int | None = None
+    trains_early: bool = False
+    rows_per_step: int = 0
+    token_estimate: float = 1.0
 
 
 def step_spec(config: AxolotlConfig) -> StepSpec:
@@ -30,7 +41,70 @@ def step_spec(config: AxolotlConfig) -> StepSpec:
         # Without a server nothing is ever behind, whatever the interval.
         sync_interval=config.trl.vllm_sync_interval if uses_server(config) else 1,
         mask_truncated=config.trl.mask_truncated_completions,
+        skips_zero_signal=config.trl.skip_zero_advantage_batches and not reasons_not_to_skip(config),
+        **_streaming(config),
     )
+
+
+def _streaming(config: AxolotlConfig) -> dict[str, Any]:
+    trl, plan = config.trl, batch_plan(config)
+    if not trl.streaming_partial_batch or needs_whole_batch(config):
+        return {}
+    assert trl.streaming_min_groups is not None and trl.max_completion_length is not None
+    return {
+        "groups_per_chunk": trl.streaming_min_groups,
+        "trains_early": not needs_lengths_first(config),
+        "rows_per_step": plan.completions_per_step,
+        # Near the truth, so that losses keep their usual size in half precision.
+        "token_estimate": plan.completions_per_step * trl.max_completion_length / 2,
+    }
+
+
+def needs_whole_batch(config: AxolotlConfig) -> str:
+    """Why advantages need all of a step's rewards, empty where they do not."""
+    if config.trl.scale_rewards == "batch":
+        return "scale_rewards: batch"
+    if config.trl.multi_objective_aggregation == "normalize_then_sum":
+        return "multi_objective_aggregation: normalize_then_sum"
+    return ""
+
+
+def needs_lengths_first(config: AxolotlConfig) -> str:
+    """Why the losses of a streaming step need the number of its tokens at once, empty where one rescale does it."""
+    if config.trl.loss_type not in TOKEN_LOSSES:
+        return ""
+    if config.deepspeed:
+        return "deepspeed"
+    return "entropy_coef" if config.trl.entropy_coef else ""
+
+
+def reasons_not_to_skip(config: AxolotlConfig) -> str:
+    """What gives groups without an advantage a gradient, or a part in that of others; empty where nothing does."""
+    if config.trl.beta:
+        return "beta"
+    if config.trl.entropy_coef:
+        return "entropy_coef"
+    if config.trl.top_entropy_quantile not in (None, 1.0):
+        return "top_entropy_quantile"
+    return ""
+
+
+def pipeline_notes(config: AxolotlConfig) -> list[str]:
+    """What options of the pipeline do not do in this config, a line each."""
+    trl, notes = config.trl, []
+    if trl.skip_zero_advantage_batches and (reason := reasons_not_to_skip(config)):
+        notes.append(f"skip_zero_advantage_batches skips nothing: with {reason} every completion has a gradient")
+    if trl.streaming_partial_batch:
+        if reason := needs_whole_batch(config):
+            notes.append(f"streaming_partial_batch waits for all groups of a step: {reason} compares them")
+        elif reason := needs_lengths_first(config):
+            notes.append(f"streaming_partial_batch trains when all groups are there: {reason} needs their lengths")
+    if trl.async_prefetch and not importance_spec(config):
+        notes.append(
+            "warning: async_prefetch without vllm_importance_sampling_correction: completions of an older policy are "
+            "trained on as if they were of this one"
+        )
+    return notes
 
 
 def sampling(config: AxolotlConfig, *, end_token: int | None = None) -> Sampling:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, cast
 
@@ -19,19 +19,25 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 from trl import GRPOTrainer  # type: ignore[attr-defined]
 
-from axolotl.core.trainers.grpo.algo.importance import Importance, ImportanceSpec, importance_weights
+from axolotl.core.trainers.grpo.algo.importance import (
+    Importance,
+    ImportanceSpec,
+    WeightSample,
+    importance_weights,
+    without_rejected,
+)
 from axolotl.core.trainers.grpo.algo.logprobs import token_logps_and_entropies
 from axolotl.core.trainers.grpo.algo.shares import TOKEN_TOTAL_LOSSES
-from axolotl.core.trainers.grpo.metrics import sampling_metrics
+from axolotl.core.trainers.grpo.metrics import off_policy_metrics, sampling_metrics
 from axolotl.core.trainers.grpo.microbatch import MicroBatch
-from axolotl.core.trainers.grpo.pipeline import RolloutPipeline, StepBatch
-from axolotl.core.trainers.grpo.rollout.producer import SyncProducer
+from axolotl.core.trainers.grpo.pipeline import RolloutPipeline, StepResult
 from axolotl.core.trainers.grpo.sampler import GroupSampler
-from axolotl.core.trainers.grpo.types import PromptRow, RolloutBatch
+from axolotl.core.trainers.grpo.types import CompletionGroup, RolloutBatch
 from axolotl.errors import NumericError
 
 Inputs = dict[str, torch.Tensor]
 Ticket = dict[str, int]
+Evaluate = Callable[[int, int], Sequence[CompletionGroup]]
 Forward = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
 _TICKET = "ticket"
@@ -52,13 +58,13 @@ class AxolotlGRPOTrainer(GRPOTrainer):
         sampler: GroupSampler,
         *,
         importance: ImportanceSpec | None,
-        evaluation: tuple[Sequence[PromptRow], SyncProducer] | None = None,
+        evaluation: tuple[int, Evaluate] | None = None,
     ) -> None:
         """Give the trainer its parts.
 
         Args:
             importance: None when sampler and trainer need no correction.
-            evaluation: held-out prompts and what generates for them.
+            evaluation: the number of held-out prompts, and what makes completions of one of them.
         """
         self.pipeline = pipeline
         self.sampler = sampler
@@ -68,7 +74,9 @@ class AxolotlGRPOTrainer(GRPOTrainer):
         self.use_vllm = importance is not None
         self.vllm_importance_sampling_correction = importance is not None
         self._forward: Forward | None = None
-        self._weighted: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._weighted: list[WeightSample] = []
+        self._left_out: list[torch.Tensor] = []
+        self._off_policy: list[torch.Tensor] = []
         self._ratios: list[torch.Tensor] = []
         self._is_bias_told = False
 
@@ -79,7 +87,7 @@ class AxolotlGRPOTrainer(GRPOTrainer):
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Ticket]:
         assert self.evaluation is not None
-        return _tickets(len(self.evaluation[0]))
+        return _tickets(self.evaluation[0])
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         return inputs
@@ -89,17 +97,19 @@ class AxolotlGRPOTrainer(GRPOTrainer):
     def training_step(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """All micro-batches of one optimizer step; returns the step's loss, detached."""
         started = time.perf_counter()
-        step = self.pipeline.step(self.state.global_step)
-        model.train()
-        self._record(step, "train")
+        step = self.pipeline.open(self.state.global_step)
         total = torch.zeros((), device=self.accelerator.device)
-        for index, micro_batch in enumerate(step.micro_batches):
-            is_last = index == len(step.micro_batches) - 1
+        for micro_batch, is_last in step.micro_batches():
+            model.train()
             self.accelerator.gradient_state._set_sync_gradients(is_last)
             with nullcontext() if is_last else self.accelerator.no_sync(model):
                 total += self._run(model, micro_batch)
+        result = step.result()
+        total *= result.gradient_scale
+        _scale_gradients(model, result.gradient_scale)
+        self._record(result, "train")
         self._record_sampling("train")
-        self._tell_bias(step.scored.batch)
+        self._tell_bias(result.scored.batch)
         if not bool(total.isfinite()):
             raise NumericError(
                 f"the loss of step {self.state.global_step + 1} is not finite ({total.item()})",
@@ -130,23 +140,27 @@ class AxolotlGRPOTrainer(GRPOTrainer):
         self, model: torch.nn.Module, inputs: Inputs, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> torch.Tensor:
         """One forward pass, importance weights from its own detached log-probs, then TRL's loss on that forward."""
-        self._forward = self._run_forward(model, inputs, compute_entropy=True, compute_aux_loss=self.aux_loss_enabled)
+        forward = self._run_forward(model, inputs, compute_entropy=True, compute_aux_loss=self.aux_loss_enabled)
+        logps, result = forward[0], None
+        if self.importance is not None:
+            result = self._importance_weights(inputs, logps)
+            inputs = {**inputs, "importance_sampling_ratio": result.weights}
+            logps = without_rejected(logps, result, is_product=self.loss_type == "vespo")
+        self._remember(inputs, logps, result)
+        self._forward = (logps, *forward[1:])
         try:
-            if self.importance is not None:
-                inputs = {**inputs, "importance_sampling_ratio": self._importance_weights(inputs, self._forward[0])}
             return cast(torch.Tensor, super().compute_loss(model, inputs, return_outputs=return_outputs))
         finally:
             self._forward = None
 
-    def _importance_weights(self, inputs: Inputs, policy_logps: torch.Tensor) -> torch.Tensor:
+    def _importance_weights(self, inputs: Inputs, policy_logps: torch.Tensor) -> Importance:
         assert self.importance is not None
         policy = inputs.get("old_per_token_logps", policy_logps.detach())
         sampling = inputs["sampling_per_token_logps"]
         result = importance_weights(policy, sampling, inputs["completion_mask"], self.importance)
-        self._remember(result, (policy - sampling).abs())
         if not self._is_bias_told:
             self._ratios.append((policy - sampling)[result.known.bool()].exp().cpu())
-        return result.weights
+        return result
 
     # -- log-probs ----------------------------------------------------------------------------------------------
 
@@ -194,19 +208,19 @@ class AxolotlGRPOTrainer(GRPOTrainer):
     ) -> tuple[torch.Tensor, None, None]:
         """One held-out prompt through the same generation, rewards and loss; metrics come out as `eval_*`."""
         assert self.evaluation is not None
-        rows, producer = self.evaluation
+        _, evaluate = self.evaluation
         # The policy that is judged is the one that a checkpoint of this moment holds.
         self.pipeline.catch_up(self.state.global_step)
-        step = self.pipeline.evaluate(producer.roll_out([rows[inputs[_TICKET]]], epoch=-1))
-        self._record(step, "eval")
+        micro_batches, result = self.pipeline.evaluate(evaluate(inputs[_TICKET], self.pipeline.sync.version))
+        self._record(result, "eval")
         with torch.no_grad(), self.compute_loss_context_manager():
-            losses = [self._loss(model, micro_batch) * micro_batch.share for micro_batch in step.micro_batches]
+            losses = [self._loss(model, micro_batch) * micro_batch.share for micro_batch in micro_batches]
         self._record_sampling("eval")
         return torch.stack(losses).sum().detach(), None, None
 
     # -- metrics ------------------------------------------------------------------------------------------------
 
-    def _record(self, step: StepBatch, mode: str) -> None:
+    def _record(self, step: StepResult, mode: str) -> None:
         metrics = self._metrics[mode]
         for name, value in step.metrics.items():
             metrics[name].append(value)
@@ -218,7 +232,7 @@ class AxolotlGRPOTrainer(GRPOTrainer):
         metrics["num_tokens"] = [float(self.state.num_input_tokens_seen)]
         self._record_completions(step)
 
-    def _record_completions(self, step: StepBatch) -> None:
+    def _record_completions(self, step: StepResult) -> None:
         """Rows of TRL's completions table, which `log` prints and saves when `log_completions` is on."""
         scored = step.scored
         logs = cast(dict[str, Any], self._logs)
@@ -230,20 +244,45 @@ class AxolotlGRPOTrainer(GRPOTrainer):
         for column, values in scored.result.extra.items():
             logs["extra"][column].extend(values)
 
-    def _remember(self, result: Importance, gaps: torch.Tensor) -> None:
-        known = result.known.bool()
-        # A sequence's weight counts once, however long the sequence is.
-        weights = result.weights.flatten() if result.weights.shape[1] == 1 else result.weights[known]
-        self._weighted.append((gaps[known].cpu(), weights.cpu()))
+    def _remember(self, inputs: Inputs, logps: torch.Tensor, result: Importance | None) -> None:
+        """What the loss of one micro-batch does with its completions."""
+        is_left_out = torch.zeros(logps.shape[0], dtype=torch.bool)
+        if result is not None:
+            self._weighted.append(result.counted())
+            is_left_out |= result.is_left_out.cpu()
+        if self.off_policy_mask_threshold is not None:
+            is_dropped = ~self._off_policy_kept(inputs, logps).cpu()
+            self._off_policy.append(is_dropped)
+            is_left_out |= is_dropped
+        self._left_out.append(is_left_out)
 
-    def _record_sampling(self, mode: str) -> None:
-        """Minima and maxima over the whole step, not averages of those of its micro-batches."""
-        if not self._weighted:
-            return
-        gaps, weights = (torch.cat(column) for column in zip(*self._weighted, strict=True))
-        self._weighted.clear()
-        for name, value in sampling_metrics(gaps, weights).items():
+    def _off_policy_kept(self, inputs: Inputs, logps: torch.Tensor) -> torch.Tensor:
+        """`[n]`: which completions the off-policy mask keeps, by TRL's own rule on what its loss will see."""
+        mask = inputs["completion_mask"]
+        sampled = inputs.get("sampling_per_token_logps", inputs.get("old_per_token_logps", logps.detach()))
+        kept = self.get_off_policy_mask(
+            advantages=inputs["advantages"].unsqueeze(1),
+            per_token_logps=logps,
+            sampling_per_token_logps=sampled,
+            mask=mask * inputs["tool_mask"] if "tool_mask" in inputs else mask,
+            off_policy_threshold=cast(float, self.off_policy_mask_threshold),
+        )
+        return kept.squeeze(1).bool()
+
+    def _record_sampling(self, mode: str) -> torch.Tensor:
+        """Log what was remembered, over the whole step. Returns which completions had no part in the policy's loss, in
+        the order of the micro-batches."""
+        metrics: dict[str, float] = {}
+        if self._weighted:
+            metrics |= sampling_metrics(WeightSample.joined(self._weighted))
+        if self._off_policy:
+            metrics |= off_policy_metrics(torch.cat(self._off_policy))
+        for name, value in metrics.items():
             self._metrics[mode][name].append(value)
+        is_left_out = torch.cat(self._left_out) if self._left_out else torch.zeros(0, dtype=torch.bool)
+        for memory in (self._weighted, self._off_policy, self._left_out):
+            memory.clear()  # type: ignore[attr-defined]
+        return is_left_out
 
     def _tell_bias(self, batch: RolloutBatch) -> None:
         """Once: what filters cost whose kept mass the engine does not tell, measured while every ratio should be 1."""
@@ -266,6 +305,13 @@ class AxolotlGRPOTrainer(GRPOTrainer):
     def policy(self) -> PreTrainedModel:
         """The model that is trained, without the wrappers of accelerate."""
         return cast(PreTrainedModel, self.accelerator.unwrap_model(cast(torch.nn.Module, self.model)))
+
+
+def _scale_gradients(model: torch.nn.Module, factor: float) -> None:
+    if factor != 1.0:
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
 
 
 def _tickets(count: int) -> DataLoader[Ticket]:

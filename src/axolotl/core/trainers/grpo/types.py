@@ -49,10 +49,29 @@ class Completion:
 
 @dataclass(frozen=True)
 class CompletionGroup:
-    """A prompt and all of its completions."""
+    """A prompt and all of its completions. reroll: how often the prompt had been drawn before, in the same epoch."""
 
     row: PromptRow
     completions: tuple[Completion, ...]
+    reroll: int = 0
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One group that is to be made: row of the data set, and how often that prompt has been drawn before."""
+
+    row: int
+    reroll: int = 0
+
+
+@dataclass(frozen=True)
+class Order:
+    """The groups of one optimizer step, to be made by one policy version: decided before anybody makes them."""
+
+    step: int
+    epoch: int
+    version: int
+    slots: tuple[Slot, ...]
 
 
 @dataclass(frozen=True)
@@ -85,8 +104,8 @@ class RolloutBatch:
 
     prompt_ids, prompt_mask: `[N, P]` int64. completion_ids, completion_mask: `[N, C]` int64.
     sampling_logps: `[N, C]` float32, NaN where unknown, 0 on padding; None when the backend has none.
-    is_truncated: `[N]` bool. adapter_versions: N ints. instance_ids: N strings. is_renormalised: see `Completion`;
-    whether it is true of any.
+    is_truncated: `[N]` bool. adapter_versions: N ints. instance_ids: N strings. groups: what it was made from.
+    is_renormalised: see `Completion`; whether it is true of any.
     """
 
     prompt_ids: torch.Tensor
@@ -99,6 +118,7 @@ class RolloutBatch:
     group_size: int
     adapter_versions: tuple[int, ...]
     instance_ids: tuple[str, ...]
+    groups: tuple[CompletionGroup, ...]
     is_renormalised: bool = False
 
     def __post_init__(self) -> None:

@@ -7,6 +7,7 @@ abstains is unscorable: it is left out of its group's statistics and has advanta
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -41,6 +42,16 @@ class Advantages:
     is_unscorable: torch.Tensor
 
 
+def join_advantages(parts: Sequence[Advantages]) -> Advantages:
+    """Those of several groups of one step, one after the other."""
+    return Advantages(
+        values=torch.cat([part.values for part in parts]),
+        rewards=torch.cat([part.rewards for part in parts]),
+        has_signal=torch.cat([part.has_signal for part in parts]),
+        is_unscorable=torch.cat([part.is_unscorable for part in parts]),
+    )
+
+
 def nan_std(values: torch.Tensor, dim: int) -> torch.Tensor:
     """Standard deviation along `dim` with Bessel's correction, over the entries that are not NaN; the dimension stays.
 
@@ -63,14 +74,16 @@ def compute_advantages(rewards_per_function: torch.Tensor, spec: AdvantageSpec) 
     is_unscorable = scores.isnan().all(dim=1)
     rewards = (scores * weights).nansum(dim=1).masked_fill(is_unscorable, torch.nan)
     grouped = rewards.view(-1, spec.group_size)
+    has_signal = _has_signal(scores.view(-1, spec.group_size, scores.shape[1]), grouped, spec.aggregation)
     if spec.aggregation == "sum_then_normalize":
-        values = _sum_then_normalize(grouped, spec.scale)
+        # Equal rewards may differ from their mean by a rounding, which the division would blow up.
+        values = _sum_then_normalize(grouped, spec.scale) * has_signal.repeat_interleave(spec.group_size)
     else:
         values = _normalize_then_sum(scores, weights, is_unscorable, spec.group_size)
     return Advantages(
         values=values.nan_to_num(nan=0.0),
         rewards=rewards,
-        has_signal=_has_signal(scores.view(-1, spec.group_size, scores.shape[1]), grouped, spec.aggregation),
+        has_signal=has_signal,
         is_unscorable=is_unscorable,
     )
 
@@ -98,7 +111,10 @@ def _normalize_then_sum(
 def _has_signal(scores: torch.Tensor, grouped: torch.Tensor, aggregation: Aggregation) -> torch.Tensor:
     """`[M]`: whether the group's rewards differ, which is what its advantages are made of."""
     if aggregation == "sum_then_normalize":
-        spread = nan_std(grouped, dim=1).squeeze(1)
-        return spread.nan_to_num(nan=0.0) > 1e-8
-    spread = nan_std(scores, dim=1).squeeze(1)
-    return (spread.nan_to_num(nan=0.0) > 1e-8).any(dim=1)
+        return _differ(grouped)
+    return _differ(scores).any(dim=1)
+
+
+def _differ(values: torch.Tensor) -> torch.Tensor:
+    """Whether the entries along dimension 1 that are not NaN differ."""
+    return values.nan_to_num(nan=-torch.inf).amax(dim=1) > values.nan_to_num(nan=torch.inf).amin(dim=1)

@@ -12,6 +12,9 @@ import torch
 
 TOKEN_TOTAL_LOSSES = frozenset({"dapo", "cispo", "vespo"})
 
+# Losses that are divided by a number of tokens of the whole step, by TRL or by `loss_share`.
+TOKEN_LOSSES = TOKEN_TOTAL_LOSSES | {"bnpo"}
+
 
 def loss_share(loss_type: str, micro_mask: torch.Tensor, step_rows: int, step_tokens: float) -> float:
     """The weight of a micro-batch, in (0, 1]; the shares of a step add up to 1.

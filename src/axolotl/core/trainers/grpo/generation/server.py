@@ -1,11 +1,11 @@
-"""Completions from the generation server, at the version that weight sync says it serves."""
+"""Completions from the generation server, at the policy version that was ordered."""
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence, Set
+from contextlib import closing
 
-from axolotl.core.trainers.grpo.protocols import WeightSync
 from axolotl.core.trainers.grpo.types import Completion, CompletionGroup, PromptRow
 from axolotl.errors import ServerError
 from axolotl.serving import wire
@@ -18,27 +18,25 @@ class ServerBackend:
 
     is_thread_safe = True
 
-    def __init__(self, client: ServerClient, sync: WeightSync) -> None:
+    def __init__(self, client: ServerClient) -> None:
         self._client = client
-        self._sync = sync
 
     def generate(
-        self, rows: Sequence[PromptRow], seeds: Sequence[Sequence[int]], sampling: wire.Sampling
-    ) -> list[CompletionGroup]:
+        self, rows: Sequence[PromptRow], seeds: Sequence[Sequence[int]], sampling: wire.Sampling, version: int
+    ) -> Iterator[tuple[int, CompletionGroup]]:
         request = wire.GenerateRequest(
             request_id=uuid.uuid4().hex,
-            adapter_version=self._sync.version,
+            adapter_version=version,
             prompts=[list(row.ids) for row in rows],
             seeds=[list(group) for group in seeds],
             sampling=sampling,
         )
-        response = self._client.generate(request)
-        _require_asked(request, response, self._client.info.instance_id)
         is_cut = cuts(sampling)
-        return [
-            CompletionGroup(row, tuple(_completion(item, response, is_cut=is_cut) for item in group.completions))
-            for row, group in zip(rows, response.groups, strict=True)
-        ]
+        # The client lets no answer of another version through; who made a group is checked once more, here.
+        with closing(self._client.stream(request)) as finished:
+            for group in finished:
+                _require_known(group, self._client.instances)
+                yield group.index, CompletionGroup(rows[group.index], _completions(group, version, is_cut=is_cut))
 
     def close(self) -> None:
         """The client is closed by whoever made it."""
@@ -49,24 +47,30 @@ def cuts(sampling: wire.Sampling) -> bool:
     return sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0
 
 
-def _require_asked(request: wire.GenerateRequest, response: wire.GenerateResponse, instance_id: str) -> None:
-    """Nothing is trained on that another policy or another process made, whoever let it through."""
-    got, wanted = (response.adapter_version, response.instance_id), (request.adapter_version, instance_id)
-    if got != wanted:
+def _require_known(group: wire.Group, instances: Set[str]) -> None:
+    """Nothing is trained on that another process made, whoever let it through.
+
+    instances: the processes that have served this run; several may have had a part in one answer.
+    """
+    if group.instance_id not in instances:
         raise ServerError(
             "the server's answer does not fit the request",
             code="E-SRV-09",
-            why=f"completions of (version, instance) {got}; asked was {wanted}",
+            why=f"completions from {group.instance_id}; asked was {', '.join(sorted(instances))}",
             do="please report",
         )
 
 
-def _completion(item: wire.Completion, response: wire.GenerateResponse, *, is_cut: bool) -> Completion:
-    return Completion(
-        ids=tuple(item.ids),
-        logprobs=policy_logprobs(item),
-        is_truncated=item.finish_reason == "length",
-        adapter_version=response.adapter_version,
-        instance_id=response.instance_id,
-        is_renormalised=is_cut and item.log_kept is None,
+def _completions(group: wire.Group, version: int, *, is_cut: bool) -> tuple[Completion, ...]:
+    assert group.instance_id is not None
+    return tuple(
+        Completion(
+            ids=tuple(item.ids),
+            logprobs=policy_logprobs(item),
+            is_truncated=item.finish_reason == "length",
+            adapter_version=version,
+            instance_id=group.instance_id,
+            is_renormalised=is_cut and item.log_kept is None,
+        )
+        for item in group.completions
     )

@@ -5,12 +5,11 @@ The decoding is the one of the transformers engine, so a run with and without a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from transformers import PreTrainedModel
 
-from axolotl.core.trainers.grpo.protocols import WeightSync
 from axolotl.core.trainers.grpo.types import Completion, CompletionGroup, PromptRow
 from axolotl.serving.engines.decoding import decode
 from axolotl.serving.logprobs import policy_logprobs
@@ -31,45 +30,41 @@ class TransformersBackend:
     def __init__(
         self,
         policy: Callable[[], PreTrainedModel],
-        sync: WeightSync,
         *,
         eos_token_ids: Sequence[int],
         pad_token_id: int,
         prompts_per_batch: int = 8,
     ) -> None:
         self._policy = policy
-        self._sync = sync
         self._eos_token_ids = tuple(eos_token_ids)
         self._pad_token_id = pad_token_id
         self._prompts_per_batch = prompts_per_batch
 
     def generate(
-        self, rows: Sequence[PromptRow], seeds: Sequence[Sequence[int]], sampling: Sampling
+        self, rows: Sequence[PromptRow], seeds: Sequence[Sequence[int]], sampling: Sampling, version: int
+    ) -> Iterator[tuple[int, CompletionGroup]]:
+        for start in range(0, len(rows), self._prompts_per_batch):
+            part = slice(start, start + self._prompts_per_batch)
+            yield from enumerate(self._decode(rows[part], seeds[part], sampling, version), start)
+
+    @torch.no_grad()
+    def _decode(
+        self, rows: Sequence[PromptRow], seeds: Sequence[Sequence[int]], sampling: Sampling, version: int
     ) -> list[CompletionGroup]:
         model = self._policy()
         was_training = model.training
         model.train(False)
         try:
-            groups: list[CompletionGroup] = []
-            for start in range(0, len(rows), self._prompts_per_batch):
-                part = slice(start, start + self._prompts_per_batch)
-                groups.extend(self._decode(model, rows[part], seeds[part], sampling))
-            return groups
+            groups = decode(
+                model,
+                [list(row.ids) for row in rows],
+                sampling,
+                [list(group) for group in seeds],
+                eos_token_ids=self._eos_token_ids,
+                pad_token_id=self._pad_token_id,
+            )
         finally:
             model.train(was_training)
-
-    @torch.no_grad()
-    def _decode(
-        self, model: PreTrainedModel, rows: Sequence[PromptRow], seeds: Sequence[Sequence[int]], sampling: Sampling
-    ) -> list[CompletionGroup]:
-        groups = decode(
-            model,
-            [list(row.ids) for row in rows],
-            sampling,
-            [list(group) for group in seeds],
-            eos_token_ids=self._eos_token_ids,
-            pad_token_id=self._pad_token_id,
-        )
         return [
             CompletionGroup(
                 row,
@@ -78,7 +73,7 @@ class TransformersBackend:
                         ids=tuple(item.ids),
                         logprobs=policy_logprobs(item),
                         is_truncated=item.finish_reason == "length",
-                        adapter_version=self._sync.version,
+                        adapter_version=version,
                         instance_id=IN_PROCESS,
                     )
                     for item in group.completions

@@ -34,6 +34,7 @@ def collate(groups: Sequence[CompletionGroup], *, pad_token_id: int, eos_token_i
         group_size=group_size,
         adapter_versions=tuple(c.adapter_version for c in completions),
         instance_ids=tuple(c.instance_id for c in completions),
+        groups=tuple(groups),
         is_renormalised=any(c.is_renormalised for c in completions),
     )
 

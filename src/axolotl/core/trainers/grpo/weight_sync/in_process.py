@@ -19,6 +19,8 @@ class InProcessSync:
         self._policy = policy
         self._version = 0
 
+    keeps_versions = False
+
     @property
     def version(self) -> int:
         return self._version

@@ -52,6 +52,10 @@ class ProvenSync:
         client.on_recovered = self.recheck
 
     @property
+    def keeps_versions(self) -> bool:
+        return self._delivery.has_adapter
+
+    @property
     def version(self) -> int:
         return self._version
 

@@ -8,7 +8,6 @@ from transformers import LlamaForCausalLM
 
 from axolotl.core.trainers.grpo.generation.transformers import IN_PROCESS, TransformersBackend
 from axolotl.core.trainers.grpo.types import CompletionGroup, PromptRow
-from axolotl.core.trainers.grpo.weight_sync.in_process import InProcessSync
 from axolotl.serving.wire import Sampling
 from tests.support.tiny_model import tiny_config
 
@@ -24,12 +23,10 @@ def model() -> LlamaForCausalLM:
 
 
 def generate(model: LlamaForCausalLM, *, prompts_per_batch: int = 8, **options: float) -> list[CompletionGroup]:
-    sync = InProcessSync(lambda: model)
-    sync.push(3)
-    backend = TransformersBackend(
-        lambda: model, sync, eos_token_ids=[2], pad_token_id=0, prompts_per_batch=prompts_per_batch
-    )
-    return backend.generate(ROWS, SEEDS, Sampling(n=2, max_tokens=9, **options))
+    backend = TransformersBackend(lambda: model, eos_token_ids=[2], pad_token_id=0, prompts_per_batch=prompts_per_batch)
+    finished = list(backend.generate(ROWS, SEEDS, Sampling(n=2, max_tokens=9, **options), version=3))
+    assert [place for place, _ in finished] == [0, 1, 2]
+    return [group for _, group in finished]
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.7, "top_p": 0.5}, {"top_k": 4, "min_p": 0.1}])
