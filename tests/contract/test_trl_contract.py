@@ -43,6 +43,11 @@ def test_the_forward_seam_takes_what_we_pass_and_returns_three_values() -> None:
     assert {"compute_entropy", "compute_aux_loss"} <= set(names)
 
 
+def test_the_off_policy_mask_takes_what_we_pass() -> None:
+    names = ["advantages", "per_token_logps", "sampling_per_token_logps", "mask", "off_policy_threshold"]
+    assert parameters(GRPOTrainer.get_off_policy_mask) == names
+
+
 def test_everything_we_override_exists_above_us() -> None:
     overridden = [name for name in vars(AxolotlGRPOTrainer) if callable(getattr(AxolotlGRPOTrainer, name))]
     above = [name for name in overridden if hasattr(GRPOTrainer, name)]
@@ -54,6 +59,7 @@ def test_everything_we_override_exists_above_us() -> None:
         "_run",
         "_loss",
         "_importance_weights",
+        "_off_policy_kept",
         "_run_forward",
         "_reference_logps",
         "_logits_fit",

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from axolotl.core.trainers.grpo.algo.advantages import Advantages, nan_std
+from axolotl.core.trainers.grpo.algo.importance import WeightSample
 from axolotl.core.trainers.grpo.types import RolloutBatch
 
 
@@ -50,21 +51,45 @@ def staleness_metrics(batch: RolloutBatch, current_version: int) -> dict[str, fl
     return {"staleness/mean": sum(ages) / len(ages), "staleness/max": float(max(ages))}
 
 
-def sampling_metrics(logp_gaps: torch.Tensor, weights: torch.Tensor) -> dict[str, float]:
+def sampling_metrics(sample: WeightSample) -> dict[str, float]:
     """How far trainer and sampler disagree about the sampled tokens, and the importance weights that follow.
 
-    Args:
-        logp_gaps: `[T]` absolute differences of known tokens. weights: the weights as applied, one a token or, in the
-            sequence modes, one a completion.
+    Weights before (`_unclipped`) and after cap and floor, the share that these changed, and the effective sample size,
+    which is a share too: 1 where all weights are equal, 1/n where one of n has everything.
     """
-    if not logp_gaps.numel():
+    if not sample.gaps.numel():
         return {}
+    weights, ratios = sample.weights.double(), sample.log_ratios.double().exp()
     return {
-        "sampling/sampling_logp_difference/mean": logp_gaps.mean().item(),
-        "sampling/sampling_logp_difference/max": logp_gaps.max().item(),
-        "sampling/importance_sampling_ratio/min": weights.min().item(),
-        "sampling/importance_sampling_ratio/mean": weights.mean().item(),
-        "sampling/importance_sampling_ratio/max": weights.max().item(),
+        "sampling/sampling_logp_difference/mean": sample.gaps.mean().item(),
+        "sampling/sampling_logp_difference/max": sample.gaps.max().item(),
+        **_spread(weights, "sampling/importance_sampling_ratio"),
+        **_spread(ratios, "sampling/importance_sampling_ratio_unclipped"),
+        "sampling/importance_sampling_ratio_changed": sample.is_changed.float().mean().item(),
+        "sampling/effective_sample_size": effective_share(weights),
+        # Only proportions matter, and a ratio of the largest to itself cannot overflow.
+        "sampling/effective_sample_size_unclipped": effective_share(
+            (sample.log_ratios.double() - sample.log_ratios.max()).exp()
+        ),
+    }
+
+
+def off_policy_metrics(is_dropped: torch.Tensor) -> dict[str, float]:
+    """`[N]`: the share of completions that `off_policy_mask_threshold` dropped."""
+    return {"sampling/off_policy_masked": is_dropped.float().mean().item()} if is_dropped.numel() else {}
+
+
+def effective_share(weights: torch.Tensor) -> float:
+    """Kish's effective sample size over the number of weights; 0 where all are 0."""
+    squares = weights.square().sum().item()
+    return weights.sum().item() ** 2 / (squares * weights.numel()) if squares > 0 else 0.0
+
+
+def _spread(values: torch.Tensor, name: str) -> dict[str, float]:
+    return {
+        f"{name}/min": values.min().item(),
+        f"{name}/mean": values.mean().item(),
+        f"{name}/max": values.max().item(),
     }
 
 

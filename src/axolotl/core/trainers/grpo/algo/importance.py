@@ -7,6 +7,7 @@ a completion is the product over its tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -30,12 +31,48 @@ class ImportanceSpec:
 
 @dataclass(frozen=True)
 class Importance:
-    """weights: `[N, C]` (token modes) or `[N, 1]` (sequence modes), detached. ratios: the same before cap and floor.
-    known: `[N, C]` 1 where the token has a finite sampling log-prob and counts in the loss, else 0."""
+    """One value a token, `[N, C]`, or, in the sequence modes, one a completion, `[N, 1]`; all detached.
+
+    weights: what multiplies the loss; 1 where nothing counts. log_ratios: before cap and floor, 0 where nothing counts.
+    is_changed: cap or floor made the weight another than the ratio. is_rejected: a mask mode left it out.
+    gaps: always `[N, C]`, |log-prob of the policy - that of the sampler|, 0 where unknown. known: always `[N, C]`, 1
+    where the token has a finite sampling log-prob and counts in the loss, else 0.
+    """
 
     weights: torch.Tensor
-    ratios: torch.Tensor
+    log_ratios: torch.Tensor
+    is_changed: torch.Tensor
+    is_rejected: torch.Tensor
+    gaps: torch.Tensor
     known: torch.Tensor
+
+    @property
+    def is_left_out(self) -> torch.Tensor:
+        """`[N]`: completions of which no token is left."""
+        return ~(self.known.bool() & ~self.is_rejected).any(dim=1)
+
+    def counted(self) -> WeightSample:
+        """Only what counts, flat and on the CPU. A sequence's weight counts once, however long the sequence is."""
+        known = self.known.bool()
+        counts = known if self.weights.shape == known.shape else known.any(dim=1, keepdim=True)
+        values = (self.weights[counts], self.log_ratios[counts], self.is_changed[counts], self.gaps[known])
+        return WeightSample(*(value.cpu() for value in values))
+
+
+@dataclass(frozen=True)
+class WeightSample:
+    """Weights of one or more micro-batches: `[W]` weights, log_ratios and is_changed, `[T]` gaps of known tokens."""
+
+    weights: torch.Tensor
+    log_ratios: torch.Tensor
+    is_changed: torch.Tensor
+    gaps: torch.Tensor
+
+    @classmethod
+    def joined(cls, samples: Sequence[WeightSample]) -> WeightSample:
+        """Those of a whole step, so that minima and maxima are not averages of those of its micro-batches."""
+        names = ("weights", "log_ratios", "is_changed", "gaps")
+        return cls(*(torch.cat([getattr(sample, name) for sample in samples]) for name in names))
 
 
 def importance_weights(
@@ -51,17 +88,41 @@ def importance_weights(
     """
     policy = policy_logps.detach()
     known = mask * sampling_logps.isfinite()
-    log_ratio = torch.where(known.bool(), policy - sampling_logps, torch.zeros_like(policy))
+    log_ratios = torch.where(known.bool(), policy - sampling_logps, torch.zeros_like(policy))
+    gaps = log_ratios.abs()
     if spec.is_sequence:
-        log_ratio = log_ratio.sum(dim=1, keepdim=True)
-    ratios = log_ratio.exp()
+        log_ratios = log_ratios.sum(dim=1, keepdim=True)
+    ratios = log_ratios.exp()
+    # Bounds that do not contain 1 must not reach padding: a loss that multiplies a sequence's weights would see it.
+    counts = known.any(dim=1, keepdim=True) if spec.is_sequence else known.bool()
+    weights, is_rejected = _bounded(ratios, spec)
+    weights = torch.where(counts, weights, torch.ones_like(weights))
+    return Importance(weights, log_ratios, (weights != ratios) & counts, is_rejected & counts, gaps, known)
+
+
+def _bounded(ratios: torch.Tensor, spec: ImportanceSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ratios within cap and floor, and which of them are left out."""
+    outside = torch.zeros_like(ratios, dtype=torch.bool)
     if spec.mode.endswith("truncate"):
-        weights = ratios.clamp(min=spec.floor, max=spec.cap)
-    else:
-        outside = torch.zeros_like(ratios, dtype=torch.bool)
-        if spec.floor is not None:
-            outside |= ratios < spec.floor
-        if spec.cap is not None:
-            outside |= ratios > spec.cap
-        weights = ratios.masked_fill(outside, 0.0)
-    return Importance(weights=weights, ratios=ratios, known=known)
+        if spec.cap is None and spec.floor is None:
+            return ratios, outside
+        return ratios.clamp(min=spec.floor, max=spec.cap), outside
+    if spec.floor is not None:
+        outside |= ratios < spec.floor
+    if spec.cap is not None:
+        outside |= ratios > spec.cap
+    return ratios.masked_fill(outside, 0.0), outside
+
+
+def without_rejected(logps: torch.Tensor, result: Importance, *, is_product: bool) -> torch.Tensor:
+    """The log-probs of the loss's forward, without gradient where a mask mode left a token or a completion out.
+
+    A weight of 0 ends the policy term only. The KL term, and a policy ratio that is taken per sequence, would still
+    pull at a rejected token. No value changes, and denominators go on counting the token.
+
+    Args:
+        logps: `[N, C]` with gradient.
+        is_product: the loss multiplies the weights of a sequence (`vespo`), so that one rejected token rejects all.
+    """
+    rejected = result.is_rejected.any(dim=1, keepdim=True) if is_product else result.is_rejected
+    return torch.where(rejected, logps.detach(), logps)
