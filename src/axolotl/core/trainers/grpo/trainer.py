@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, cast
 
@@ -30,14 +30,14 @@ from axolotl.core.trainers.grpo.algo.logprobs import token_logps_and_entropies
 from axolotl.core.trainers.grpo.algo.shares import TOKEN_TOTAL_LOSSES
 from axolotl.core.trainers.grpo.metrics import off_policy_metrics, sampling_metrics
 from axolotl.core.trainers.grpo.microbatch import MicroBatch
-from axolotl.core.trainers.grpo.pipeline import RolloutPipeline, StepBatch
-from axolotl.core.trainers.grpo.rollout.producer import SyncProducer
+from axolotl.core.trainers.grpo.pipeline import RolloutPipeline, StepResult
 from axolotl.core.trainers.grpo.sampler import GroupSampler
-from axolotl.core.trainers.grpo.types import PromptRow, RolloutBatch
+from axolotl.core.trainers.grpo.types import CompletionGroup, RolloutBatch
 from axolotl.errors import NumericError
 
 Inputs = dict[str, torch.Tensor]
 Ticket = dict[str, int]
+Evaluate = Callable[[int, int], Sequence[CompletionGroup]]
 Forward = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
 _TICKET = "ticket"
@@ -58,13 +58,13 @@ class AxolotlGRPOTrainer(GRPOTrainer):
         sampler: GroupSampler,
         *,
         importance: ImportanceSpec | None,
-        evaluation: tuple[Sequence[PromptRow], SyncProducer] | None = None,
+        evaluation: tuple[int, Evaluate] | None = None,
     ) -> None:
         """Give the trainer its parts.
 
         Args:
             importance: None when sampler and trainer need no correction.
-            evaluation: held-out prompts and what generates for them.
+            evaluation: the number of held-out prompts, and what makes completions of one of them.
         """
         self.pipeline = pipeline
         self.sampler = sampler
@@ -87,7 +87,7 @@ class AxolotlGRPOTrainer(GRPOTrainer):
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Ticket]:
         assert self.evaluation is not None
-        return _tickets(len(self.evaluation[0]))
+        return _tickets(self.evaluation[0])
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         return inputs
@@ -97,17 +97,19 @@ class AxolotlGRPOTrainer(GRPOTrainer):
     def training_step(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """All micro-batches of one optimizer step; returns the step's loss, detached."""
         started = time.perf_counter()
-        step = self.pipeline.step(self.state.global_step)
-        model.train()
-        self._record(step, "train")
+        step = self.pipeline.open(self.state.global_step)
         total = torch.zeros((), device=self.accelerator.device)
-        for index, micro_batch in enumerate(step.micro_batches):
-            is_last = index == len(step.micro_batches) - 1
+        for micro_batch, is_last in step.micro_batches():
+            model.train()
             self.accelerator.gradient_state._set_sync_gradients(is_last)
             with nullcontext() if is_last else self.accelerator.no_sync(model):
                 total += self._run(model, micro_batch)
+        result = step.result()
+        total *= result.gradient_scale
+        _scale_gradients(model, result.gradient_scale)
+        self._record(result, "train")
         self._record_sampling("train")
-        self._tell_bias(step.scored.batch)
+        self._tell_bias(result.scored.batch)
         if not bool(total.isfinite()):
             raise NumericError(
                 f"the loss of step {self.state.global_step + 1} is not finite ({total.item()})",
@@ -206,19 +208,19 @@ class AxolotlGRPOTrainer(GRPOTrainer):
     ) -> tuple[torch.Tensor, None, None]:
         """One held-out prompt through the same generation, rewards and loss; metrics come out as `eval_*`."""
         assert self.evaluation is not None
-        rows, producer = self.evaluation
+        _, evaluate = self.evaluation
         # The policy that is judged is the one that a checkpoint of this moment holds.
         self.pipeline.catch_up(self.state.global_step)
-        step = self.pipeline.evaluate(producer.roll_out([rows[inputs[_TICKET]]], epoch=-1))
-        self._record(step, "eval")
+        micro_batches, result = self.pipeline.evaluate(evaluate(inputs[_TICKET], self.pipeline.sync.version))
+        self._record(result, "eval")
         with torch.no_grad(), self.compute_loss_context_manager():
-            losses = [self._loss(model, micro_batch) * micro_batch.share for micro_batch in step.micro_batches]
+            losses = [self._loss(model, micro_batch) * micro_batch.share for micro_batch in micro_batches]
         self._record_sampling("eval")
         return torch.stack(losses).sum().detach(), None, None
 
     # -- metrics ------------------------------------------------------------------------------------------------
 
-    def _record(self, step: StepBatch, mode: str) -> None:
+    def _record(self, step: StepResult, mode: str) -> None:
         metrics = self._metrics[mode]
         for name, value in step.metrics.items():
             metrics[name].append(value)
@@ -230,7 +232,7 @@ class AxolotlGRPOTrainer(GRPOTrainer):
         metrics["num_tokens"] = [float(self.state.num_input_tokens_seen)]
         self._record_completions(step)
 
-    def _record_completions(self, step: StepBatch) -> None:
+    def _record_completions(self, step: StepResult) -> None:
         """Rows of TRL's completions table, which `log` prints and saves when `log_completions` is on."""
         scored = step.scored
         logs = cast(dict[str, Any], self._logs)
@@ -303,6 +305,13 @@ class AxolotlGRPOTrainer(GRPOTrainer):
     def policy(self) -> PreTrainedModel:
         """The model that is trained, without the wrappers of accelerate."""
         return cast(PreTrainedModel, self.accelerator.unwrap_model(cast(torch.nn.Module, self.model)))
+
+
+def _scale_gradients(model: torch.nn.Module, factor: float) -> None:
+    if factor != 1.0:
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
 
 
 def _tickets(count: int) -> DataLoader[Ticket]:
