@@ -154,7 +154,9 @@ class RecordedBackend:
         for place, row in enumerate(rows):
             recorded = zip(self.recording.ids[row.index], self.recording.logps[row.index], strict=True)
             completions = [
-                Completion(tuple(ids), tuple(logps), is_truncated=ids[-1] != 2, adapter_version=1, instance_id="r")
+                Completion(
+                    tuple(ids), tuple(logps), is_truncated=ids[-1] != 2, adapter_version=version, instance_id="r"
+                )
                 for ids, logps in recorded
             ]
             yield place, CompletionGroup(row, tuple(completions))
