@@ -31,7 +31,7 @@ class RerollSpec:
 
 def first_reroll_step(start_fraction: float, planned_steps: int) -> int:
     """The first step that may try prompts again; `planned_steps`, which never comes, at fraction 1.0."""
-    # 0.1 * 30 is a little more than 3 in binary.
+    # 0.07 * 100 is a little more than 7 in binary.
     return math.ceil(round(start_fraction * planned_steps, 6))
 
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from axolotl.core.trainers.grpo.algo.advantages import AdvantageSpec, Aggregation, Scale, compute_advantages
+from axolotl.core.trainers.grpo.algo.advantages import AdvantageSpec, Aggregation, Scale, compute_advantages, nan_std
 from axolotl.core.trainers.grpo.algo.signal import group_signal
 
 NAN = math.nan
@@ -30,6 +30,17 @@ def test_opposite_rewards_cancel_in_a_sum_but_not_when_each_is_normalised() -> N
     # Each function's deviation is sqrt(1/2); weights 1 and 3.
     each = AdvantageSpec(group_size=2, weights=(1.0, 3.0), aggregation="normalize_then_sum")
     assert signal(values, each) == pytest.approx([4.0 * math.sqrt(0.5)])
+
+
+def test_a_penalty_is_as_much_signal_as_a_reward() -> None:
+    spec = AdvantageSpec(group_size=2, weights=(1.0, -3.0), aggregation="normalize_then_sum")
+    assert signal([[0.0, 1.0], [1.0, 0.0]], spec) == pytest.approx([4.0 * math.sqrt(0.5)])
+
+
+def test_equal_rewards_that_differ_from_their_mean_by_a_rounding_are_no_signal() -> None:
+    rewards = torch.full((1, 3), 0.9)
+    assert nan_std(rewards, dim=1).item() > 0.0, "choose another number"
+    assert signal([[0.9], [0.9], [0.9]], AdvantageSpec(group_size=3, weights=(1.0,))) == [0.0]
 
 
 def test_a_completion_nobody_could_score_takes_no_part() -> None:

@@ -57,6 +57,12 @@ def test_a_scored_group_has_its_rewards_its_step_and_its_signal() -> None:
     torch.testing.assert_close(rewards_of([one, two]), values, rtol=0, atol=0, equal_nan=True)
 
 
+def test_a_group_is_as_old_as_the_oldest_policy_that_had_a_part_in_it() -> None:
+    group = make_group(0, version=5)
+    mixed = replace(group, completions=(group.completions[0], replace(group.completions[1], adapter_version=3)))
+    assert replace(make_kept(0), group=mixed).version == 3
+
+
 def test_groups_without_signal_are_not_learned() -> None:
     buffer = filled()
     buffer.add([make_kept(0, 1, 0.0), make_kept(1, 1, 0.5)], step=1)
