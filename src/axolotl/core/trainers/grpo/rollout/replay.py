@@ -128,10 +128,12 @@ class ReplayBuffer:
     def add(self, groups: Iterable[ReplayGroup], step: int) -> None:
         """Learn the groups of a step that has been trained; those without signal are passed over.
 
+        Their order makes no difference, since it may be the one in which a server finished them.
         What is too old for the next step goes. Then, as long as there are too many, the weakest goes, and among
         equally strong ones the oldest.
         """
-        learned = (*self._groups, *(group for group in groups if group.signal > 0.0))
+        with_signal = sorted((group for group in groups if group.signal > 0.0), key=lambda group: group.key)
+        learned = (*self._groups, *with_signal)
         assert len({group.key for group in learned}) == len(learned), "a group was added twice"
         self._keep(tuple(group for group in learned if step + 1 - group.step <= self.spec.max_age))
 

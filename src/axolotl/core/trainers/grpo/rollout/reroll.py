@@ -59,8 +59,9 @@ class RerollQueue:
         return len(self._waiting)
 
     def learn(self, groups: Sequence[CompletionGroup], rewards: torch.Tensor, threshold: float) -> None:
-        """Queue the prompts of a step that failed, and forget those that did not.
+        """Queue the prompts of a step that failed, in the order of their rows, and forget those that did not.
 
+        All of a step at once: the order in which a server finished them then makes no difference.
         A group failed when every completion that could be scored has a weighted reward of at most `threshold`. A prompt
         that waits already keeps its place. One that does not fit is dropped and counted: those before it waited longer.
         A group that could not be scored at all shows neither success nor failure, and changes nothing.
@@ -70,9 +71,10 @@ class RerollQueue:
         """
         is_unscorable = rewards.isnan().all(dim=1).tolist()
         has_failed = (rewards.isnan() | (rewards <= threshold)).all(dim=1).tolist()
-        for group, unscorable, failed in zip(groups, is_unscorable, has_failed, strict=True):
+        rows = [group.row.index for group in groups]
+        for row, unscorable, failed in sorted(zip(rows, is_unscorable, has_failed, strict=True)):
             if not unscorable:
-                self._learn(group.row.index, failed)
+                self._learn(row, failed)
 
     def _learn(self, row: int, failed: bool) -> None:
         if not failed:

@@ -69,6 +69,15 @@ def test_groups_without_signal_are_not_learned() -> None:
     assert rows_of(buffer.groups) == [1]
 
 
+@given(st.permutations(range(6)))
+def test_the_order_in_which_groups_finished_makes_no_difference(order: list[int]) -> None:
+    groups = [make_kept(row, 1, 0.5 if row % 2 else 0.8) for row in range(6)]
+    buffer = filled(spec=replace(SPEC, capacity=4))
+    buffer.add([groups[row] for row in order], step=1)
+    # All of 0.8, and of three equally strong ones the last.
+    assert rows_of(buffer.groups) == [0, 2, 4, 5]
+
+
 def test_the_weakest_group_goes_and_among_equals_the_oldest() -> None:
     buffer = filled(spec=replace(SPEC, capacity=3))
     buffer.add([make_kept(0, 1, 0.5), make_kept(1, 1, 0.2), make_kept(2, 1, 0.9)], step=1)
