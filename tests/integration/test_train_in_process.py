@@ -77,7 +77,7 @@ def test_a_finished_run_is_not_trained_further(project: Path, capsys: pytest.Cap
     assert "nothing left to train" in capsys.readouterr().err
     assert equal(before, adapter(project / "out")) and not (project / "out" / "checkpoint-3").exists()
     assert main(["train", "config.yaml", *saved, "--resume", "--lora_r", "4"]) == 2
-    assert "the checkpoint has 8" in capsys.readouterr().err
+    assert "lora_r: 8 -> 4" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["lora", "null"])

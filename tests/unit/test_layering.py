@@ -23,7 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (f"{GRPO}.assembly",),
     (f"{GRPO}.trainer",),
     (f"{GRPO}.pipeline",),
-    (f"{GRPO}.microbatch",),
+    (f"{GRPO}.microbatch", f"{GRPO}.replaying"),
     (f"{GRPO}.scoring",),
     (
         f"{GRPO}.rollout",
@@ -43,7 +43,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         f"{GRPO}.protocols",
         f"{GRPO}.ledger",
     ),
-    (f"{GRPO}.types", f"{GRPO}.algo", f"{GRPO}.distributed", "axolotl.serving"),
+    (f"{GRPO}.types", f"{GRPO}.algo", f"{GRPO}.distributed", "axolotl.serving", "axolotl.core.run.checkpoints"),
     ("axolotl.utils.schemas",),
     ("axolotl.utils", "axolotl.failpoints"),
     ("axolotl.errors",),
@@ -151,6 +151,7 @@ def test_the_maths_is_pure() -> None:
 def light_modules() -> list[str]:
     names = ["axolotl.errors", "axolotl.cli.main", "axolotl.cli.train", "axolotl.cli.vllm_serve"]
     names += ["axolotl.serving.wire", "axolotl.serving.client", "axolotl.serving.supervisor"]
+    names += ["axolotl.cli.resume", "axolotl.cli.verify_checkpoint"]
     return names + [module for module in modules() if is_within(module, "axolotl.utils.schemas")]
 
 

@@ -8,11 +8,12 @@ axolotl: train language models with GRPO from a YAML file and a Python reward fu
 usage: axolotl COMMAND [CONFIG.yaml] [--OPTION VALUE ...]
 
 commands
-  train          train the model that the config describes
-  vllm-serve     start the generation server of the config; keep it running beside train
-  vllm-stop      stop a generation server, the one of the config or of a port, and nothing else
-  check          say whether a config is valid and what it comes to; loads no model, takes a second
-  config-schema  print every option of the config as JSON schema, or as tables with --markdown
+  train              train the model that the config describes
+  vllm-serve         start the generation server of the config; keep it running beside train
+  vllm-stop          stop a generation server, the one of the config or of a port, and nothing else
+  check              say whether a config is valid and what it comes to; loads no model, takes a second
+  verify-checkpoint  say whether a checkpoint, or each of an output directory, is what was saved
+  config-schema      print every option of the config as JSON schema, or as tables with --markdown
 
 Every option of the config can be given as a flag and wins over the file:
   axolotl train config.yaml --learning_rate 1e-5 --trl.num_generations 4
@@ -69,6 +70,13 @@ arithmetic, the limit on prompts, the server's address. Exits 0 when `train` wou
 
 flags
 {_OVERRIDES}
+""",
+    "verify-checkpoint": """\
+usage: axolotl verify-checkpoint DIRECTORY
+
+Reads a checkpoint, or every checkpoint of an output directory, and compares each file with the manifest that was
+written with it. Exits 0 when all are what was saved, 9 when a file is missing, cut short or has other contents,
+2 when there is no checkpoint.
 """,
     "config-schema": """\
 usage: axolotl config-schema [--markdown]

@@ -15,6 +15,7 @@ OWN_FLAGS: Mapping[str, tuple[str, ...]] = {
     "vllm-serve": (),
     "vllm-stop": ("port",),
     "check": (),
+    "verify-checkpoint": (),
     "config-schema": ("markdown",),
 }
 
@@ -97,6 +98,8 @@ def _parse_arguments(command: str, arguments: list[str]) -> Invocation:
             flags[name] = _switch(command, name, flags[name])
     if command == "config-schema" and (config is not None or overrides):
         raise _usage(command, "config-schema takes no config and no options of one")
+    if command == "verify-checkpoint" and (config is None or overrides):
+        raise _usage(command, "verify-checkpoint takes one directory and no options of a config")
     if command == "vllm-stop":
         _check_stop(config, overrides, flags)
     if command not in CONFIG_OPTIONAL and config is None:

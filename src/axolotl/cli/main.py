@@ -9,7 +9,7 @@ from pathlib import Path
 import fire
 
 from axolotl import __version__
-from axolotl.cli import check, config_schema, help_text
+from axolotl.cli import check, config_schema, help_text, verify_checkpoint
 from axolotl.cli.accounts import check_accounts
 from axolotl.cli.config import LoadedConfig, dump_config, load_config
 from axolotl.cli.invocation import OWN_FLAGS, Invocation, parse
@@ -55,6 +55,10 @@ def _commands(invocation: Invocation) -> dict[str, Callable[[], None]]:
     def check_config() -> None:
         check.run(_load(invocation, "train"))
 
+    def verify() -> None:
+        assert invocation.config is not None
+        verify_checkpoint.run(Path(invocation.config))
+
     def schema() -> None:
         config_schema.run(as_markdown=bool(invocation.flag("markdown")))
 
@@ -63,6 +67,7 @@ def _commands(invocation: Invocation) -> dict[str, Callable[[], None]]:
         "vllm-serve": vllm_serve,
         "vllm-stop": vllm_stop,
         "check": check_config,
+        "verify-checkpoint": verify,
         "config-schema": schema,
     }
 

@@ -16,8 +16,8 @@ from axolotl.errors import AxolotlError, InternalError, Interrupted, StorageErro
 
 BROKEN_PIPE = 141
 
-# The directory holds an earlier run, or somebody else's files.
-_REFUSED = frozenset({"E-CFG-30"})
+# The directory holds an earlier run, somebody else's files, or a run that is alive.
+_REFUSED = frozenset({"E-CFG-30", "E-CFG-31"})
 
 
 def exit_code_of(action: Callable[[], None], *, only_prints: Callable[[], bool]) -> int:

@@ -8,14 +8,17 @@ import os
 import sys
 import uuid
 import warnings
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from axolotl import failpoints
 from axolotl.cli.config import LoadedConfig, dump_config
-from axolotl.errors import ConfigError, Interrupted, ServerError, SyncError
+from axolotl.cli.resume import check_data, find_checkpoint, resume_wanted, run_record
+from axolotl.core.run.checkpoints.lock import run_lock
+from axolotl.core.run.checkpoints.store import CheckpointStore
+from axolotl.errors import Interrupted, ServerError, SyncError
 from axolotl.serving.client import ServerClient
 from axolotl.serving.link import ServerLink
 from axolotl.utils.schemas.config import AxolotlConfig
@@ -57,21 +60,36 @@ def run(loaded: LoadedConfig, flags: TrainFlags) -> None:
     from axolotl.core.run.output_dir import RESOLVED_CONFIG, OutputDir
     from axolotl.core.run.signals import StopRequest, exit_on_sigterm
 
-    config, resume = loaded.config, _resume_wanted(loaded.config, flags)
-    output = OutputDir.open(Path(config.output_dir), overwrite=flags.overwrite, resume=bool(resume))
-    checkpoint = _find_checkpoint(config, resume)
-    resolved = output.file(RESOLVED_CONFIG)
-    resolved.write_text(dump_config(config))
+    config = loaded.config
+    resume = resume_wanted(config, resume=flags.resume, overwrite=flags.overwrite)
     with ExitStack() as stack:
         stack.enter_context(exit_on_sigterm())
+        is_main = os.environ.get("RANK", "0") == "0"
+        stack.enter_context(run_lock(Path(config.output_dir)) if is_main else nullcontext())
+        output = OutputDir.open(Path(config.output_dir), overwrite=flags.overwrite, resume=bool(resume))
+        for line in CheckpointStore(output.path).recover() if is_main else ():
+            _say(line)
+        checkpoint = find_checkpoint(config, resume)
+        resolved = output.file(RESOLVED_CONFIG)
+        resolved.write_text(dump_config(config))
         # The server loads while the data is prepared here.
         server = _start_managed_server(loaded, output, _share_gpus(config), stack)
         stack.enter_context(named_faults(output.path))
         stop = StopRequest()
         parts = _prepare(loaded, server, stop, stack)
+        data = parts.prompts.train.digest()
+        if checkpoint is not None:
+            check_data(checkpoint, config, data)
         trainer = _build(parts, output)
+        trainer.checkpoints = _store(config, output, data)
         _train(trainer, output, checkpoint, stop)
         _finish(trainer, output, config)
+
+
+def _store(config: AxolotlConfig, output: OutputDir, data: str) -> CheckpointStore:
+    return CheckpointStore(
+        output.path, limit=config.save_total_limit, record=run_record(config, data), announce=output.announce
+    )
 
 
 def _prepare_environment(config: AxolotlConfig) -> None:
@@ -91,75 +109,6 @@ def _prepare_environment(config: AxolotlConfig) -> None:
     from axolotl.core.trainers.grpo.args import reporter_environment
 
     os.environ.update(reporter_environment(config))
-
-
-def _resume_wanted(config: AxolotlConfig, flags: TrainFlags) -> bool | str:
-    if flags.resume and flags.overwrite:
-        raise ConfigError(
-            "--resume and --overwrite contradict each other",
-            why="one goes on with what an earlier run wrote, the other deletes it",
-            do="give one of them",
-        )
-    if flags.resume:
-        return flags.resume
-    return config.auto_resume_from_checkpoints and _newest_checkpoint(config) is not None
-
-
-def _newest_checkpoint(config: AxolotlConfig) -> str | None:
-    if not Path(config.output_dir).is_dir():
-        return None
-    from transformers.trainer_utils import get_last_checkpoint
-
-    return cast("str | None", get_last_checkpoint(config.output_dir))  # type: ignore[no-untyped-call]
-
-
-def _find_checkpoint(config: AxolotlConfig, resume: bool | str) -> str | None:
-    if not resume:
-        return None
-    if config.trl.sync_ref_model:
-        raise ConfigError(
-            "--resume does not work with trl.sync_ref_model: true",
-            why="checkpoints do not hold the reference model, which has moved since the run began",
-            do="start over with --overwrite, or set trl.sync_ref_model: false",
-        )
-    if isinstance(resume, str):
-        return _require_complete(Path(resume), config)
-    checkpoint = _newest_checkpoint(config)
-    if checkpoint is None:
-        raise ConfigError(
-            f"--resume: there is no checkpoint in {config.output_dir}",
-            why="no directory checkpoint-N is there",
-            do="leave out --resume to start from the beginning",
-        )
-    _say(f"resuming from {checkpoint}")
-    return _require_complete(Path(checkpoint), config)
-
-
-def _require_complete(checkpoint: Path, config: AxolotlConfig) -> str:
-    """A checkpoint without the optimizer's state would go on as another run, silently."""
-    missing = [
-        name for name in ("trainer_state.json", "optimizer.pt", "scheduler.pt") if not (checkpoint / name).is_file()
-    ]
-    if missing:
-        raise ConfigError(
-            f"--resume {checkpoint}: this is no checkpoint that can be resumed",
-            why=f"it holds no {missing[0]}",
-            do="give a directory checkpoint-N of a run with save_only_model: false",
-        )
-    _require_same_adapter(checkpoint, config)
-    return str(checkpoint)
-
-
-def _require_same_adapter(checkpoint: Path, config: AxolotlConfig) -> None:
-    described = checkpoint / "adapter_config.json"
-    rank = json.loads(described.read_text())["r"] if described.is_file() else None
-    wanted = config.lora_r if config.adapter else None
-    if rank != wanted:
-        raise ConfigError(
-            f"--resume {checkpoint}: lora_r is {wanted} now, the checkpoint has {rank}",
-            why="the weights of one do not fit the other (none means full fine-tuning)",
-            do="set adapter and lora_r as they were, or start over with --overwrite",
-        )
 
 
 def _share_gpus(config: AxolotlConfig) -> str | None:
@@ -281,9 +230,11 @@ def _build(parts: Parts, output: OutputDir) -> AxolotlGRPOTrainer:
     from axolotl.core.run.bookkeeping import NoteWrittenFiles
     from axolotl.core.run.metrics_file import MetricsFile
     from axolotl.core.run.progress import Progress
+    from axolotl.core.run.resumed import FollowConfig
 
     trainer = HFRLTrainerBuilder(parts).build()
     for callback in (
+        FollowConfig(),
         MetricsFile(output.file("metrics.jsonl")),
         Progress(),
         NoteWrittenFiles(output),
@@ -293,18 +244,18 @@ def _build(parts: Parts, output: OutputDir) -> AxolotlGRPOTrainer:
     return trainer
 
 
-def _train(trainer: AxolotlGRPOTrainer, output: OutputDir, checkpoint: str | None, stop: StopRequest) -> None:
+def _train(trainer: AxolotlGRPOTrainer, output: OutputDir, checkpoint: Path | None, stop: StopRequest) -> None:
     from axolotl.core.run.emergency import emergency_checkpoint
     from axolotl.core.run.faults import kept
     from axolotl.core.run.signals import StopAtBoundary
 
-    if checkpoint is not None and _is_finished(Path(checkpoint), trainer):
+    if checkpoint is not None and _is_finished(checkpoint, trainer):
         _say(f"{checkpoint} is the end of a finished run: nothing left to train; raise max_steps to go on")
         return
     trainer.add_callback(StopAtBoundary(stop))
     try:
         with stop.listening(), emergency_checkpoint(trainer, output.path, is_urgent=lambda: stop.is_urgent):
-            trainer.train(resume_from_checkpoint=checkpoint)
+            trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     except Interrupted as stopped:
         if stop.is_urgent or trainer.state.global_step < trainer.state.max_steps:
             stopped.do = _GO_ON if trainer.state.global_step > 0 else ""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,6 +38,14 @@ class PromptRows(Sequence[PromptRow]):
     def columns(self) -> tuple[str, ...]:
         """What reward functions get by name."""
         return tuple(name for name in self.dataset.column_names if name not in ("prompt", IDS))
+
+    def digest(self) -> str:
+        """Of the prompts' tokens in order: whether two runs train on the same prompts."""
+        digest = hashlib.sha256()
+        for batch in self.dataset.select_columns([IDS]).iter(1000):
+            for ids in batch[IDS]:
+                digest.update(json.dumps(ids).encode())
+        return digest.hexdigest()
 
     def __len__(self) -> int:
         return len(self.dataset)

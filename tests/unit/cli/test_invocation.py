@@ -65,6 +65,8 @@ def test_help_on_a_command(argv):
         (["train", "a.yaml", "-x"], "-x is no flag; flags begin with --"),
         (["train", "a.yaml", "--", "--nproc", "2"], "what follows -- belongs to the launcher, which is not available"),
         (["train", "a.yaml", "--overwrite=maybe"], "--overwrite takes no value but true or false, not maybe"),
+        (["verify-checkpoint"], "verify-checkpoint takes one directory"),
+        (["verify-checkpoint", "out", "--seed", "1"], "verify-checkpoint takes one directory"),
         (["config-schema", "a.yaml"], "config-schema takes no config"),
         (["config-schema", "--seed", "1"], "config-schema takes no config"),
     ],

@@ -11,22 +11,10 @@ from axolotl.core.run.output_dir import OutputDir
 
 
 class NoteWrittenFiles(TrainerCallback):
-    """Checkpoints when they are saved, everything else when training ends."""
+    """Checkpoints when they are saved, everything else when training ends. The store announces them before."""
 
     def __init__(self, output: OutputDir) -> None:
         self._output = output
-
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
-        """A run that is killed while it saves has said before whose directory that is."""
-        if control.should_save:
-            self._output.announce(f"checkpoint-{state.global_step}")
-
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
-        self.on_step_end(args, state, control)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         self._output.note(self._output.path / f"checkpoint-{state.global_step}")

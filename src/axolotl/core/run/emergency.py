@@ -6,11 +6,14 @@ scheduler are those of the last finished step, so that a complete checkpoint can
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import cast
 
+import torch
+
+from axolotl.core.run.checkpoints.manifest import verify
 from axolotl.core.run.faults import kept
 from axolotl.core.trainers.grpo.trainer import AxolotlGRPOTrainer
 from axolotl.errors import ConfigError, Interrupted, ServerError, StorageError, SyncError
@@ -38,14 +41,12 @@ def emergency_checkpoint(
 
 def _save(trainer: AxolotlGRPOTrainer, output_dir: Path) -> Exception | None:
     step = trainer.state.global_step
-    checkpoint = output_dir / f"checkpoint-{step}"
-    if step == 0 or checkpoint.exists():
+    if step == 0 or not verify(output_dir / f"checkpoint-{step}", contents=False):
         return None
     try:
         # What transformers does at a step's end when a save is due.
-        trainer._save_checkpoint(trainer.model, trial=None)  # type: ignore[no-untyped-call]
+        trainer._save_checkpoint(cast(torch.nn.Module, trainer.model), trial=None)
         trainer.control = trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
     except Exception as problem:
-        shutil.rmtree(checkpoint, ignore_errors=True)
         return problem
     return None

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers.trainer_utils import get_last_checkpoint
 
+from axolotl.core.run.checkpoints.finding import newest_verified
+from axolotl.core.run.checkpoints.store import is_failed_write
 from axolotl.errors import AxolotlError, EnvironmentFault, Interrupted, MemoryFault, StorageError
 
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -83,12 +84,7 @@ def named_faults(output_dir: Path) -> Iterator[None]:
 
 
 def _is_full_disk(error: Exception) -> bool:
-    """torch.save reports a write that failed as a RuntimeError of its zip writer."""
-    if isinstance(error, OSError):
-        return error.errno in _NO_SPACE
-    if not isinstance(error, RuntimeError):
-        return False
-    return "PytorchStreamWriter failed" in str(error) or "unexpected pos" in str(error)
+    return error.errno in _NO_SPACE if isinstance(error, OSError) else is_failed_write(error)
 
 
 def _service(error: Exception) -> Service | None:
@@ -106,6 +102,6 @@ def _first_line(error: Exception) -> str:
 
 
 def kept(output_dir: Path) -> str:
-    """The `saved` line of a report: the newest checkpoint, if there is one."""
-    newest = get_last_checkpoint(str(output_dir)) if output_dir.is_dir() else None  # type: ignore[no-untyped-call]
+    """The `saved` line of a report: the newest checkpoint that is all there, if there is one."""
+    newest = newest_verified(output_dir, contents=False).path
     return f"{newest}, resumable with --resume" if newest else "nothing: no checkpoint had been written"

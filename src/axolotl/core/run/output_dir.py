@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from axolotl.core.run.checkpoints.manifest import MANIFEST, ManifestError, read_manifest
+from axolotl.core.run.checkpoints.store import temporaries
 from axolotl.errors import ConfigError, EnvironmentFault
 
 _NOTES = Path(".axolotl") / "written.json"
@@ -125,6 +128,8 @@ class OutputDir:
             )
 
     def _delete_written(self) -> None:
+        for temporary in temporaries(self.path):
+            shutil.rmtree(temporary, ignore_errors=True)
         parents: set[Path] = set()
         for name in self._written | self._half_written():
             item = self.path / name
@@ -137,10 +142,13 @@ class OutputDir:
         self._written.clear()
 
     def _half_written(self) -> set[str]:
-        """Files of announced checkpoints that a run was killed in, before it could note them."""
-        checkpoints = [self.path / name for name in self._written if (self.path / name).is_dir()]
-        files = [item for checkpoint in checkpoints for item in checkpoint.iterdir() if item.is_file()]
-        return {str(item.relative_to(self.path)) for item in files if _CHECKPOINT_FILE.fullmatch(item.name)}
+        """Files of announced checkpoints that a run was killed after, before it could note them."""
+        files: set[Path] = set()
+        for checkpoint in (self.path / name for name in self._written if (self.path / name).is_dir()):
+            files.update(item for item in checkpoint.iterdir() if _CHECKPOINT_FILE.fullmatch(item.name))
+            with suppress(OSError, ManifestError):
+                files.update(checkpoint / name for name in (*read_manifest(checkpoint), MANIFEST))
+        return {str(item.relative_to(self.path)) for item in files if item.is_file()}
 
     def _save_notes(self) -> None:
         notes = self.path / _NOTES

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import math
@@ -10,12 +11,15 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
+from torch.optim.lr_scheduler import LRScheduler
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from axolotl.core.run.bookkeeping import NoteWrittenFiles
 from axolotl.core.run.metrics_file import MetricsFile
 from axolotl.core.run.output_dir import OutputDir
 from axolotl.core.run.progress import Progress, format_line
+from axolotl.core.run.resumed import FollowConfig
 from axolotl.core.run.signals import StopAtBoundary, StopRequest, exit_on_sigterm
 from axolotl.errors import Interrupted
 
@@ -87,15 +91,31 @@ def test_checkpoints_are_noted_as_ours(tmp_path: Path, args: TrainingArguments) 
     assert not checkpoint.exists()
 
 
-def test_a_checkpoint_is_announced_before_it_is_written(tmp_path: Path, args: TrainingArguments) -> None:
-    output = OutputDir.open(tmp_path)
-    NoteWrittenFiles(output).on_step_end(args, state(3), TrainerControl())
-    NoteWrittenFiles(output).on_step_end(args, state(4), TrainerControl(should_save=True))
-    for name in ("checkpoint-3", "checkpoint-4"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "optimizer.pt").write_text("killed here")
-    OutputDir.open(tmp_path, overwrite=True)
-    assert (tmp_path / "checkpoint-3" / "optimizer.pt").exists() and not (tmp_path / "checkpoint-4").exists()
+def resumed(args: TrainingArguments, old: TrainerState, rate: float) -> tuple[torch.optim.Optimizer, LRScheduler]:
+    """Optimizer and schedule as a checkpoint after two steps at a tenth of 1e-2 has them, and its state."""
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1e-2)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 - step / 10)
+    for _ in range(2):
+        optimizer.step()
+        schedule.step()
+    args = dataclasses.replace(args, learning_rate=rate, save_steps=3)
+    FollowConfig().on_train_begin(args, old, CONTROL, optimizer=optimizer, lr_scheduler=schedule)
+    return optimizer, schedule
+
+
+def test_a_resumed_run_follows_the_intervals_and_the_rate_of_its_config(args: TrainingArguments) -> None:
+    old = TrainerState(global_step=2, max_steps=10, save_steps=500)
+    optimizer, schedule = resumed(args, old, rate=1e-3)
+    assert old.save_steps == 3
+    assert optimizer.param_groups[0]["lr"] == schedule.get_last_lr()[0] == pytest.approx(0.8e-3)
+    optimizer.step()
+    schedule.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.7e-3)
+
+
+def test_a_rate_that_is_the_same_is_not_touched(args: TrainingArguments) -> None:
+    optimizer, schedule = resumed(args, TrainerState(max_steps=10), rate=1e-2)
+    assert optimizer.param_groups[0]["lr"] == 1e-2 * 0.8 and schedule.base_lrs == [1e-2]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -15,10 +15,11 @@ import pytest
 from axolotl.core.run.emergency import emergency_checkpoint
 from axolotl.core.run.signals import StopRequest
 from axolotl.errors import AxolotlError, ConfigError, DataError, Interrupted, ServerError, StorageError, SyncError
+from tests.support.checkpoints import saved, truncate
 
 
 class Trainer:
-    """What the emergency needs of transformers' trainer; saving writes one file, or fails half-way."""
+    """What the emergency needs of transformers' trainer; saving goes through the store, or fails."""
 
     def __init__(self, output: Path, step: int, failure: Exception | None = None) -> None:
         self.state = SimpleNamespace(global_step=step)
@@ -28,11 +29,9 @@ class Trainer:
         self._output, self._failure = output, failure
 
     def _save_checkpoint(self, model: object, trial: object) -> None:
-        directory = self._output / f"checkpoint-{self.state.global_step}"
-        directory.mkdir()
-        (directory / "model").write_text("half")
         if self._failure:
             raise self._failure
+        saved(self._output, self.state.global_step)
 
     def _on_save(self, args: object, state: Any, control: object) -> object:
         self.saved.append(state.global_step)
@@ -66,10 +65,17 @@ def test_the_last_finished_step_is_saved_and_named(tmp_path: Path, error: Axolot
 
 
 def test_one_that_exists_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "checkpoint-7").mkdir()
+    saved(tmp_path, 7)
     trainer = Trainer(tmp_path, 7)
     assert "checkpoint-7" in end(trainer, tmp_path, ServerError("lost")).saved
-    assert trainer.saved == [] and not any((tmp_path / "checkpoint-7").iterdir())
+    assert trainer.saved == []
+
+
+def test_one_that_is_cut_short_is_saved_again(tmp_path: Path) -> None:
+    truncate(saved(tmp_path, 7)[0] / "optimizer.pt")
+    trainer = Trainer(tmp_path, 7)
+    assert "checkpoint-7" in end(trainer, tmp_path, ServerError("lost")).saved
+    assert trainer.saved == [7]
 
 
 def test_before_the_first_step_there_is_nothing_to_save(tmp_path: Path) -> None:
@@ -77,8 +83,8 @@ def test_before_the_first_step_there_is_nothing_to_save(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_save_that_fails_is_told_and_leaves_no_half_checkpoint(tmp_path: Path) -> None:
-    (tmp_path / "checkpoint-5").mkdir()
+def test_a_save_that_fails_is_told(tmp_path: Path) -> None:
+    saved(tmp_path, 5)
     error = end(Trainer(tmp_path, 7, OSError(28, "No space left")), tmp_path, ServerError("lost"))
     assert error.what == "lost" and "No space left" in error.details[0]
     assert "checkpoint-5" in error.saved and not (tmp_path / "checkpoint-7").exists()

@@ -6,16 +6,12 @@ import torch
 
 from axolotl.core.run.faults import named_faults
 from axolotl.errors import EnvironmentFault, MemoryFault, ServerError, StorageError
-
-
-def checkpoint(directory: Path, step: int) -> Path:
-    (directory / f"checkpoint-{step}").mkdir(parents=True)
-    return directory / f"checkpoint-{step}"
+from tests.support.checkpoints import saved, truncate
 
 
 def test_a_fault_says_which_checkpoint_is_kept(tmp_path: Path) -> None:
-    checkpoint(tmp_path, 3)
-    newest = checkpoint(tmp_path, 12)
+    _, newest, cut_short = saved(tmp_path, 3, 12, 13)
+    truncate(cut_short / "optimizer.pt")
     with pytest.raises(ServerError) as problem, named_faults(tmp_path):
         raise ServerError("lost")
     assert problem.value.saved == f"{newest}, resumable with --resume"
@@ -55,7 +51,7 @@ def test_a_full_disk_has_its_own_exit_code_and_other_errors_pass(tmp_path: Path)
 def test_a_service_that_refuses_is_the_users_to_settle(
     tmp_path: Path, module: str, base: type[Exception], code: str, way_out: str
 ) -> None:
-    newest = checkpoint(tmp_path, 3)
+    (newest,) = saved(tmp_path, 3)
     general = type("Error", (base,), {"__module__": module})
     # A library may define the errors of one of its parts elsewhere.
     special = type("SpecialError", (general,), {"__module__": "elsewhere"})

@@ -2,8 +2,10 @@ from pathlib import Path
 
 import pytest
 
+from axolotl.core.run.checkpoints.store import CheckpointStore
 from axolotl.core.run.output_dir import OutputDir, is_ours
 from axolotl.errors import ConfigError, EnvironmentFault
+from tests.support.checkpoints import write
 
 
 def finished(path: Path) -> OutputDir:
@@ -92,6 +94,17 @@ def test_overwrite_deletes_a_checkpoint_that_a_run_was_killed_in(tmp_path: Path)
     checkpoint_4(out)
     OutputDir.open(out, overwrite=True)
     assert names(out) == {"checkpoint-4/mine.txt"}
+
+
+def test_overwrite_deletes_what_a_run_was_killed_in_while_it_saved_or_had_just_saved(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    store = CheckpointStore(out, announce=OutputDir.open(out).announce)
+    (store.save(4, write) / "mine.txt").write_text("mine")
+    (out / ".tmp-checkpoint-5" / "checkpoint-5").mkdir(parents=True)
+    (out / ".tmp-checkpoint-5" / "checkpoint-5" / "optimizer.pt").write_text("half")
+    OutputDir.open(out, overwrite=True)
+    assert names(out) == {"checkpoint-4/mine.txt"}
+    assert {item.name for item in out.iterdir()} == {".axolotl", "checkpoint-4"}
 
 
 def test_a_checkpoint_that_was_there_before_is_never_ours(tmp_path: Path) -> None:

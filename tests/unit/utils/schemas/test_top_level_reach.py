@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import pytest
 from axolotl.cli import train
 from axolotl.cli.check import summary
 from axolotl.cli.config import LoadedConfig, config_from_mapping
+from axolotl.core.run.checkpoints.store import checkpoints, step_of
 from axolotl.core.run.output_dir import OutputDir
 from axolotl.core.trainers.grpo.args import grpo_arguments, reporter_environment
 from axolotl.data.prompts import prepare_prompts
@@ -28,6 +30,7 @@ from axolotl.utils.schemas.availability import not_available
 from axolotl.utils.schemas.config import AxolotlConfig
 from axolotl.utils.schemas.plan import batch_plan, prompt_limit, server_url, sync_dir
 from axolotl.utils.schemas.vllm import VllmConfig
+from tests.support.checkpoints import write
 from tests.support.tiny_model import make_tiny_tokenizer, tiny_config
 
 Consumer = Callable[[AxolotlConfig], Any]
@@ -124,6 +127,15 @@ def server_budget(config: AxolotlConfig) -> int:
         loaded = LoadedConfig(config, Path("c.yaml"), ())
         train._start_managed_server(loaded, OutputDir.open(Path("out"), overwrite=True, resume=False), None, stack)
     return given[0]
+
+
+def checkpoints_kept(config: AxolotlConfig) -> list[int]:
+    """Of three that a run saves."""
+    with TemporaryDirectory() as directory:
+        store = train._store(config, OutputDir.open(Path(directory)), "")
+        for step in (1, 2, 3):
+            store.prune(store.save(step, write))
+        return [step_of(checkpoint) for checkpoint in checkpoints(Path(directory))]
 
 
 def prompts(read: Callable[[Any], Any]) -> Consumer:
@@ -258,7 +270,7 @@ TOP_LEVEL: dict[str, Reaches | Refused | Wrong] = {
     "save_strategy": same("save_strategy", "no"),
     "save_steps": same("save_steps", 3),
     "saves_per_epoch": Reaches(2, argument("save_steps"), 5),
-    "save_total_limit": same("save_total_limit", 2),
+    "save_total_limit": Reaches(2, checkpoints_kept, [2, 3]),
     "save_only_model": same("save_only_model", True),
     "load_best_model_at_end": same("load_best_model_at_end", True, **EVALUATED),
     "metric_for_best_model": same("metric_for_best_model", "eval_reward", **BEST),

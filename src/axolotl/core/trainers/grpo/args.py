@@ -70,7 +70,6 @@ _TOP_LEVEL_NAMES = (
     "neftune_noise_alpha",
     "output_dir",
     "save_only_model",
-    "save_total_limit",
     "seed",
     "torch_compile_backend",
     "torch_compile_mode",

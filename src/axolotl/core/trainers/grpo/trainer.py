@@ -11,6 +11,8 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -19,6 +21,9 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 from trl import GRPOTrainer  # type: ignore[attr-defined]
 
+from axolotl import failpoints
+from axolotl.core.run.checkpoints.ranks import Ranks
+from axolotl.core.run.checkpoints.store import CheckpointStore
 from axolotl.core.trainers.grpo.algo.importance import (
     Importance,
     ImportanceSpec,
@@ -28,6 +33,7 @@ from axolotl.core.trainers.grpo.algo.importance import (
 )
 from axolotl.core.trainers.grpo.algo.logprobs import token_logps_and_entropies
 from axolotl.core.trainers.grpo.algo.shares import TOKEN_TOTAL_LOSSES
+from axolotl.core.trainers.grpo.distributed import sum_over_ranks
 from axolotl.core.trainers.grpo.metrics import off_policy_metrics, sampling_metrics
 from axolotl.core.trainers.grpo.microbatch import MicroBatch
 from axolotl.core.trainers.grpo.pipeline import RolloutPipeline, StepResult
@@ -79,6 +85,9 @@ class AxolotlGRPOTrainer(GRPOTrainer):
         self._off_policy: list[torch.Tensor] = []
         self._ratios: list[torch.Tensor] = []
         self._is_bias_told = False
+        self.checkpoints = CheckpointStore(Path(cast(str, self.args.output_dir)))
+        self.extra_state: Callable[[Path], None] = lambda checkpoint: None
+        self._staging: Path | None = None
 
     # -- data: one ticket an optimizer step ---------------------------------------------------------------------
 
@@ -298,6 +307,50 @@ class AxolotlGRPOTrainer(GRPOTrainer):
                 file=sys.stderr,
                 flush=True,
             )
+
+    # -- checkpoints --------------------------------------------------------------------------------------------
+
+    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+        """transformers writes it below a temporary directory; it gets its name when all of it is on the disk.
+
+        `extra_state` adds its files on every rank. Uploads and the limit on the number wait until then.
+        """
+        save = super()._save_checkpoint
+        ranks = Ranks(self.is_world_process_zero(), partial(sum_over_ranks, self.accelerator))
+
+        def write(staged: Path) -> None:
+            self._staging = staged.parent
+            try:
+                save(model, trial)  # type: ignore[no-untyped-call]
+            finally:
+                self._staging = None
+            self.extra_state(staged)
+            if ranks.is_main:
+                self._remember_best()
+                self.state.save_to_json(str(staged / "trainer_state.json"))
+
+        checkpoint = self.checkpoints.save(self.state.global_step, write, ranks)
+        ranks.alone(lambda: self.checkpoints.prune(checkpoint, best=self.state.best_model_checkpoint))
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(checkpoint))
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        failpoints.point("ckpt.after_model")
+        super()._save_optimizer_and_scheduler(output_dir)
+        failpoints.point("ckpt.after_optim")
+
+    def _remember_best(self) -> None:
+        """transformers looks for the best checkpoint where it writes, which is not where checkpoints end up."""
+        step = self.state.best_global_step
+        if step and (step == self.state.global_step or self.checkpoints.path(step).is_dir()):
+            self.state.best_model_checkpoint = str(self.checkpoints.path(step))
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return str(self._staging or super()._get_output_dir(trial))
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if self._staging is None:
+            super()._push_from_checkpoint(checkpoint_folder)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """TRL would write its README.md over a user's at every checkpoint; PEFT and transformers leave one in each."""
