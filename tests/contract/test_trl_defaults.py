@@ -32,6 +32,7 @@ OURS = {
     "use_data_producer",
     "async_prefetch",
     "prefetch_depth",
+    "max_staleness",
     "vllm_sync_interval",
     "vllm_lora_sync",
     "streaming_partial_batch",

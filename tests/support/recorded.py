@@ -22,9 +22,10 @@ from axolotl.core.trainers.grpo.algo.advantages import AdvantageSpec
 from axolotl.core.trainers.grpo.algo.importance import ImportanceSpec
 from axolotl.core.trainers.grpo.pipeline import RolloutPipeline
 from axolotl.core.trainers.grpo.protocols import DataProducer
+from axolotl.core.trainers.grpo.replaying import Replay
 from axolotl.core.trainers.grpo.rollout.collate import collate
 from axolotl.core.trainers.grpo.rollout.making import GroupMaker
-from axolotl.core.trainers.grpo.rollout.planning import Planner
+from axolotl.core.trainers.grpo.rollout.planning import Planner, Reroll
 from axolotl.core.trainers.grpo.rollout.producer import SyncProducer
 from axolotl.core.trainers.grpo.sampler import GroupSampler
 from axolotl.core.trainers.grpo.scoring import Scorer
@@ -192,6 +193,8 @@ def our_trainer(
     mask_truncated: bool = False,
     make_producer: Callable[[GroupMaker], DataProducer] = SyncProducer,
     step: dict[str, Any] | None = None,
+    replay: Callable[[AdvantageSpec], Replay] | None = None,
+    reroll: Reroll | None = None,
     **kwargs: Any,
 ) -> AxolotlGRPOTrainer:
     """step: further fields of `StepSpec`."""
@@ -219,12 +222,13 @@ def our_trainer(
     )
     pipeline = RolloutPipeline(
         spec=StepSpec(micro_batch_size, args.loss_type, mask_truncated=mask_truncated, **(step or {})),
-        planner=Planner(sampler, args.max_steps),
+        planner=Planner(sampler, args.max_steps, reroll),
         producer=make_producer(maker),
         scorer=Scorer(rewards, tokenizer, spec, lambda: trainer.state),
         collate=partial(collate, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id),
         sync=InProcessSync(trainer.policy),
         accelerator=trainer.accelerator,
+        replay=replay(spec) if replay is not None else None,
     )
     trainer.attach(pipeline, sampler, importance=importance)
     return trainer

@@ -55,6 +55,15 @@ def uses_server(config: AxolotlConfig) -> bool:
     return config.trl.use_vllm and config.trl.vllm_mode == "server"
 
 
+def staleness(config: AxolotlConfig) -> int:
+    """The most optimizer steps between the policy that makes a completion and the one that is trained on it."""
+    trl = config.trl
+    assert trl.prefetch_depth is not None and trl.vllm_sync_interval is not None, "resolve() fills them"
+    if not uses_server(config):
+        return 0
+    return (trl.prefetch_depth if trl.async_prefetch else 0) + trl.vllm_sync_interval - 1
+
+
 def server_url(config: AxolotlConfig) -> str:
     """Where the trainer finds the server."""
     assert config.trl.vllm_server_host is not None, "resolve() fills vllm_server_host"

@@ -14,7 +14,7 @@ from axolotl.utils.schemas.config import AxolotlConfig
 from axolotl.utils.schemas.hosts import is_this_machine
 from axolotl.utils.schemas.nodes import Path, Problem
 from axolotl.utils.schemas.paths import paths_can_exist
-from axolotl.utils.schemas.plan import prompt_limit, uses_server
+from axolotl.utils.schemas.plan import prompt_limit, staleness, uses_server
 
 _WITHOUT_ARGUMENTS = frozenset(
     {"adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused", "adafactor"}
@@ -330,6 +330,25 @@ def asynchronous_options_have_a_producer(config: AxolotlConfig) -> list[Problem]
     return [Problem(("trl", name), message) for name, is_used in used.items() if is_used]
 
 
+def prefetching_has_a_server(config: AxolotlConfig) -> list[Problem]:
+    """Completions are made in the background over HTTP only: a thread that used the model would race with training."""
+    if not (config.trl.async_prefetch and config.trl.use_data_producer) or uses_server(config):
+        return []
+    message = "needs trl.use_vllm: true with vllm_mode: server; in this process generation and training take turns"
+    return [Problem(("trl", "async_prefetch"), message)]
+
+
+def staleness_is_possible(config: AxolotlConfig) -> list[Problem]:
+    limit, needed = config.trl.max_staleness, staleness(config)
+    if limit is None or needed <= limit:
+        return []
+    message = (
+        f"is {limit}, but completions are up to {needed} optimizer steps old with this prefetch_depth and "
+        f"vllm_sync_interval; lower them, or set max_staleness: {needed}"
+    )
+    return [Problem(("trl", "max_staleness"), message)]
+
+
 def vespo_has_token_weights(config: AxolotlConfig) -> list[Problem]:
     mode = config.trl.vllm_importance_sampling_mode
     if config.trl.loss_type != "vespo" or mode is None or mode.startswith("token_"):
@@ -390,6 +409,8 @@ TRAINING: tuple[Rule, ...] = (
     sampling_explores,
     weights_match_rewards,
     asynchronous_options_have_a_producer,
+    prefetching_has_a_server,
+    staleness_is_possible,
     vespo_has_token_weights,
     clip_range_is_open,
     reference_can_follow,

@@ -156,6 +156,11 @@ class TRLConfig(Options):
     prefetch_depth: Int | None = option(
         None, "How many rollouts the background generation may be ahead.", null_means=1, ge=1
     )
+    max_staleness: Int | None = option(
+        None,
+        "How many optimizer steps old a completion's policy may be; by default what depth and interval need.",
+        ge=0,
+    )
     vllm_sync_interval: Int | None = option(
         None, "Send the adapter to the server after every so many optimizer steps.", null_means=1, ge=1
     )

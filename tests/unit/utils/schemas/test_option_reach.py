@@ -27,7 +27,7 @@ from axolotl.serving.link import ServerLink
 from axolotl.utils.schemas.availability import not_available
 from axolotl.utils.schemas.config import AxolotlConfig
 from axolotl.utils.schemas.plan import batch_plan, server_url, uses_server
-from axolotl.utils.schemas.rules import asynchronous_options_have_a_producer
+from axolotl.utils.schemas.rules import asynchronous_options_have_a_producer, staleness_is_possible
 from axolotl.utils.schemas.trl import TRLConfig
 from tests.support.tiny_model import make_tiny_tokenizer
 
@@ -238,7 +238,31 @@ def sync_parts(config: AxolotlConfig) -> tuple[Any, dict[str, Any]]:
     return given[0]
 
 
+def depth(config: AxolotlConfig) -> int:
+    """Of the producer that a run with a server gets."""
+    maker: Any = SimpleNamespace(make=None, backend=SimpleNamespace(is_thread_safe=True, close=None))
+    parts: Any = SimpleNamespace(config=config, waiting=nullcontext)
+    return assembly._producer(parts, maker).depth
+
+
+def replay(config: AxolotlConfig) -> Any:
+    return assembly._replay(config, specs.advantage_spec(config, 1))
+
+
+def reroll(config: AxolotlConfig) -> Any:
+    """In a run of ten steps."""
+    return assembly._reroll(config, 10)
+
+
+def refusals(config: AxolotlConfig) -> int:
+    """What is wrong when completions are made five steps ahead."""
+    ahead = config.model_copy(update={"trl": config.trl.model_copy(update={"prefetch_depth": 5})})
+    return len(staleness_is_possible(ahead))
+
+
 PRODUCER = {"use_data_producer": True}
+REPLAY = {"replay_buffer_size": 10}
+REROLL = {"reroll_start_fraction": 0.5}
 TABLE: dict[str, Reaches | Refused] = {
     "use_vllm": Reaches(True, uses_server, True),
     "vllm_mode": Refused("colocate"),
@@ -278,15 +302,16 @@ TABLE: dict[str, Reaches | Refused] = {
     "chat_template_kwargs": Reaches({"name": "7"}, prompt_ids, 2),
     "vllm_guided_decoding_regex": Reaches(r"\d+", sampled("structured_regex"), r"\d+"),
     "use_data_producer": Reaches(True, allows_async, True),
-    "async_prefetch": Refused(True, PRODUCER),
-    "prefetch_depth": Refused(2, PRODUCER),
+    "async_prefetch": Reaches(True, depth, 1, {**WITH_SERVER, **PRODUCER}, SERVED),
+    "prefetch_depth": Reaches(2, depth, 2, {**WITH_SERVER, **PRODUCER, "async_prefetch": True}, SERVED),
+    "max_staleness": Reaches(3, refusals, 1, {**WITH_SERVER, **PRODUCER, "async_prefetch": True}, SERVED),
     "vllm_sync_interval": Reaches(5, pipeline("sync_interval"), 5, WITH_SERVER, SERVED),
     "vllm_lora_sync": Reaches(True, sends_adapter, True, {"use_vllm": True}, SERVED),
     "weight_sync": Refused("nccl"),
     "sync_check_interval": Reaches(3, checks, 3, WITH_SERVER, SERVED),
-    "streaming_partial_batch": Refused(True, PRODUCER),
-    "streaming_min_groups": Refused(2, PRODUCER),
-    "skip_zero_advantage_batches": Refused(False),
+    "streaming_partial_batch": Reaches(True, pipeline("trains_early"), True, PRODUCER),
+    "streaming_min_groups": Reaches(2, pipeline("groups_per_chunk"), 2, {**PRODUCER, "streaming_partial_batch": True}),
+    "skip_zero_advantage_batches": Reaches(False, pipeline("skips_zero_signal"), False),
     "reward_num_workers": Refused(4),
     "vllm_enable_sleep_mode": Refused(True),
     "vllm_importance_sampling_correction": Reaches(False, specs.importance_spec, None, WITH_SERVER, SERVED),
@@ -297,12 +322,12 @@ TABLE: dict[str, Reaches | Refused] = {
     "vllm_importance_sampling_clip_min": Reaches(0.5, importance("floor"), 0.5, WITH_SERVER, SERVED),
     "off_policy_mask_threshold": same_argument("off_policy_mask_threshold", 0.5),
     "use_bias_correction_kl": same_argument("use_bias_correction_kl", False),
-    "replay_buffer_size": Refused(100),
-    "replay_recompute_logps": Refused(False),
-    "replay_max_age": Refused(5),
-    "reroll_start_fraction": Refused(0.5),
-    "reroll_max_groups": Refused(2),
-    "reroll_threshold": Refused(0.5),
+    "replay_buffer_size": Reaches(100, lambda config: replay(config) and replay(config).buffer.spec.capacity, 100),
+    "replay_recompute_logps": Reaches(False, lambda config: replay(config).recomputes, False, REPLAY),
+    "replay_max_age": Reaches(5, lambda config: replay(config).buffer.spec.max_age, 5, REPLAY),
+    "reroll_start_fraction": Reaches(0.5, lambda config: reroll(config) and reroll(config).queue.spec.start_step, 5),
+    "reroll_max_groups": Reaches(2, lambda config: reroll(config).max_groups, 2, REROLL),
+    "reroll_threshold": Reaches(0.5, lambda config: reroll(config).threshold, 0.5, REROLL),
     "sync_ref_model": same_argument("sync_ref_model", True, trl={"beta": 0.1}),
     "ref_model_mixup_alpha": same_argument("ref_model_mixup_alpha", 0.5),
     "ref_model_sync_steps": same_argument("ref_model_sync_steps", 8),

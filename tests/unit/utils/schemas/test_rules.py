@@ -28,6 +28,9 @@ def findings(trl=None, vllm=None, **options):
     return []
 
 
+AHEAD = {"use_vllm": True, "vllm_lora_sync": True, "use_data_producer": True, "async_prefetch": True}
+
+
 @pytest.mark.parametrize(
     ("trl", "vllm", "options", "finding"),
     [
@@ -37,6 +40,13 @@ def findings(trl=None, vllm=None, **options):
         ({"reward_funcs": []}, {}, {}, "trl.reward_funcs: is required"),
         ({}, {}, {"datasets": []}, "datasets: is required"),
         ({"async_prefetch": True}, {}, {}, "trl.async_prefetch: needs trl.use_data_producer: true"),
+        ({"async_prefetch": True, "use_data_producer": True}, {}, {}, "trl.async_prefetch: needs trl.use_vllm: true"),
+        (
+            {**AHEAD, "prefetch_depth": 2, "vllm_sync_interval": 3, "max_staleness": 3},
+            {},
+            {"adapter": "lora"},
+            "trl.max_staleness: is 3, but completions are up to 4 optimizer steps old",
+        ),
         ({"prefetch_depth": 2}, {}, {}, "trl.prefetch_depth: needs trl.use_data_producer: true"),
         ({"streaming_partial_batch": True}, {}, {}, "trl.streaming_partial_batch: needs trl.use_data_producer: true"),
         ({"streaming_min_groups": 2}, {}, {}, "trl.streaming_min_groups: needs trl.use_data_producer: true"),
@@ -164,7 +174,7 @@ def test_a_rule_finds_what_it_is_about(trl, vllm, options, finding):
         ({"temperature": 0.01}, {}, {}),
         ({"reward_weights": [2.0]}, {}, {}),
         ({"prefetch_depth": 1, "streaming_min_groups": 1, "streaming_partial_batch": False}, {}, {}),
-        ({"async_prefetch": True, "prefetch_depth": 3, "use_data_producer": True}, {}, {}),
+        ({**AHEAD, "prefetch_depth": 3, "max_staleness": 3}, {}, {"adapter": "lora"}),
         ({"vllm_lora_sync": True}, {}, LORA | {"lora_r": 512, "lora_target_modules": ["q_proj"]}),
         ({"use_vllm": True}, {}, LORA | {"peft_use_dora": True, "lora_bias": "all", "peft_init_lora_weights": "pissa"}),
         ({"vllm_lora_sync": True}, {}, LORA | {"peft_init_lora_weights": "gaussian"}),

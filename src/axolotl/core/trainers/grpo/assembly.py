@@ -14,6 +14,7 @@ from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback
 from trl import GRPOConfig  # type: ignore[attr-defined]
 
+from axolotl.core.trainers.grpo.algo.advantages import AdvantageSpec
 from axolotl.core.trainers.grpo.args import grpo_arguments
 from axolotl.core.trainers.grpo.generation.server import ServerBackend
 from axolotl.core.trainers.grpo.generation.transformers import TransformersBackend
@@ -22,8 +23,11 @@ from axolotl.core.trainers.grpo.protocols import DataProducer, GenerationBackend
 from axolotl.core.trainers.grpo.rollout.background import BackgroundProducer
 from axolotl.core.trainers.grpo.rollout.collate import collate
 from axolotl.core.trainers.grpo.rollout.making import GroupMaker
-from axolotl.core.trainers.grpo.rollout.planning import Planner
+from axolotl.core.trainers.grpo.rollout.planning import Planner, Reroll
 from axolotl.core.trainers.grpo.rollout.producer import SyncProducer
+from axolotl.core.trainers.grpo.rollout.replay import ReplayBuffer, ReplaySpec
+from axolotl.core.trainers.grpo.replaying import Replay
+from axolotl.core.trainers.grpo.rollout.reroll import RerollQueue, RerollSpec, first_reroll_step, most_rerolls
 from axolotl.core.trainers.grpo.sampler import GroupSampler
 from axolotl.core.trainers.grpo.schedule import check_schedule
 from axolotl.core.trainers.grpo.scoring import Scorer
@@ -215,15 +219,36 @@ def _pipeline(
 ) -> RolloutPipeline:
     spec = advantage_spec(parts.config, len(parts.rewards.names))
     tokenizer = parts.tokenizer
+    num_steps = _num_steps(cast(GRPOConfig, trainer.args), sampler)
     return RolloutPipeline(
         spec=step_spec(parts.config),
-        planner=Planner(sampler, _num_steps(cast(GRPOConfig, trainer.args), sampler)),
+        planner=Planner(sampler, num_steps, _reroll(parts.config, num_steps)),
         producer=_producer(parts, _maker(parts, backend, parts.prompts.train)),
         scorer=Scorer(parts.rewards, tokenizer, spec, lambda: trainer.state),
         collate=partial(collate, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id),
         sync=sync,
         accelerator=trainer.accelerator,
+        replay=_replay(parts.config, spec),
     )
+
+
+def _replay(config: AxolotlConfig, spec: AdvantageSpec) -> Replay | None:
+    """The rank's part of the replay buffer, empty; None when it is off."""
+    trl = config.trl
+    if not trl.replay_buffer_size:
+        return None
+    buffer = ReplayBuffer(ReplaySpec(trl.replay_buffer_size, trl.replay_max_age, config.seed))
+    return Replay(buffer, spec, trl.replay_recompute_logps)
+
+
+def _reroll(config: AxolotlConfig, planned_steps: int) -> Reroll | None:
+    """The queue of failed prompts, empty; None when it is off."""
+    trl = config.trl
+    if trl.reroll_start_fraction >= 1.0:
+        return None
+    first = first_reroll_step(trl.reroll_start_fraction, planned_steps)
+    capacity = most_rerolls(first, planned_steps, trl.reroll_max_groups)
+    return Reroll(RerollQueue(RerollSpec(capacity, first)), trl.reroll_max_groups, trl.reroll_threshold)
 
 
 def _has_own_end_token(config: AxolotlConfig) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from axolotl.core.trainers.grpo.algo.shares import loss_share
-from axolotl.core.trainers.grpo.scoring import ScoredBatch, loss_mask
+from axolotl.core.trainers.grpo.scoring import TrainedBatch, loss_mask
 from axolotl.core.trainers.grpo.types import RolloutBatch
 
 Tensors = dict[str, torch.Tensor]
@@ -16,10 +16,12 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """inputs: the tensors of TRL's loss for these rows, padding trimmed. share: their weight in the step's loss."""
+    """inputs: the tensors of TRL's loss for these rows, padding trimmed. share: their weight in the step's loss. rows:
+    their numbers in the batch that was cut."""
 
     inputs: Tensors
     share: float
+    rows: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class StepTotals:
 
 
 def split(
-    scored: ScoredBatch,
+    trained: TrainedBatch,
     totals: StepTotals,
     *,
     micro_batch_size: int,
@@ -50,7 +52,7 @@ def split(
     Args:
         rows: the completions that take part; all of them when None. Those left out still count in `totals`.
     """
-    batch = scored.batch
+    batch = trained.batch
     mask = loss_mask(batch, mask_truncated=mask_truncated)
     kept = list(range(batch.num_completions)) if rows is None else list(rows)
     micro_batches = []
@@ -66,7 +68,7 @@ def split(
             lengths=batch.completion_mask[chosen],
         )
         width = inputs["completion_ids"].shape[1]
-        inputs["advantages"] = scored.advantages.values[chosen]
+        inputs["advantages"] = trained.advantages.values[chosen]
         inputs["num_items_in_batch"] = torch.tensor(totals.all_tokens)
         counted = inputs["completion_mask"]
         if batch.sampling_logps is not None:
@@ -75,8 +77,12 @@ def split(
             # TRL multiplies this mask into the loss but not into attention: the way to drop a token, not a position.
             inputs["tool_mask"] = logps.isfinite().long()
             counted = known_tokens(counted, logps)
+        if trained.stored_logps is not None:
+            inputs["stored_logps"] = trained.stored_logps[chosen, :width]
         share = loss_share(loss_type, counted, totals.rows, totals.tokens)
-        micro_batches.append(MicroBatch({name: value.to(device) for name, value in inputs.items()}, share))
+        micro_batches.append(
+            MicroBatch({name: value.to(device) for name, value in inputs.items()}, share, tuple(chosen.tolist()))
+        )
     return micro_batches
 
 
@@ -90,16 +96,16 @@ def known_tokens(mask: torch.Tensor, sampling_logps: torch.Tensor | None) -> tor
     return mask if sampling_logps is None else mask * sampling_logps.isfinite().long()
 
 
-def rows_with_signal(scored: ScoredBatch) -> list[int]:
+def rows_with_signal(trained: TrainedBatch) -> list[int]:
     """Completions of groups whose advantages are not all zero: only they have a gradient."""
-    size = scored.batch.group_size
-    has_signal = (scored.advantages.values.view(-1, size) != 0).any(dim=1)
-    return [row for row in range(scored.batch.num_completions) if has_signal[row // size]]
+    size = trained.batch.group_size
+    has_signal = (trained.advantages.values.view(-1, size) != 0).any(dim=1)
+    return [row for row in range(trained.batch.num_completions) if has_signal[row // size]]
 
 
-def shortest_row(scored: ScoredBatch) -> int:
+def shortest_row(trained: TrainedBatch) -> int:
     """The completion that is cheapest to run."""
-    lengths = scored.batch.prompt_mask.sum(dim=1) + scored.batch.completion_mask.sum(dim=1)
+    lengths = trained.batch.prompt_mask.sum(dim=1) + trained.batch.completion_mask.sum(dim=1)
     return int(lengths.argmin())
 
 

@@ -10,7 +10,7 @@ Main thread, every rank. The parts are chosen in `assembly.py`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -29,13 +29,14 @@ from axolotl.core.trainers.grpo.microbatch import (
 )
 from axolotl.core.trainers.grpo.protocols import DataProducer, WeightSync
 from axolotl.core.trainers.grpo.rollout.planning import Planner
-from axolotl.core.trainers.grpo.scoring import ScoredBatch, Scorer, join
+from axolotl.core.trainers.grpo.rollout.replay import ReplacedBatch, ReplayGroup
+from axolotl.core.trainers.grpo.replaying import Replay, with_logps
+from axolotl.core.trainers.grpo.rollout.reroll import reroll_metrics
+from axolotl.core.trainers.grpo.scoring import Collate, ScoredBatch, Scorer, TrainedBatch, join
 from axolotl.core.trainers.grpo.specs import StepSpec
-from axolotl.core.trainers.grpo.types import CompletionGroup, RolloutBatch
+from axolotl.core.trainers.grpo.types import CompletionGroup, RolloutBatch, Slot
 from axolotl.core.trainers.grpo.weight_sync.schedule import is_due, version_of
 from axolotl.errors import SyncError
-
-Collate = Callable[[Sequence[CompletionGroup]], RolloutBatch]
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ class RolloutPipeline:
     collate: Collate
     sync: WeightSync
     accelerator: Accelerator
+    replay: Replay | None = None
 
     def open(self, step: int) -> OpenStep:
         """Bring the generator up to date, order what later steps need, and begin optimizer step `step` (from 0)."""
@@ -81,8 +83,8 @@ class RolloutPipeline:
         """The same for held-out prompts, whose completions the caller made after `catch_up`."""
         scored = self.scorer.score(self.collate(groups))
         _require_pushed(scored.batch, self.sync.version)
-        totals = self.totals([scored])
-        return self.cut(scored, totals), StepResult(scored, self.describe(scored))
+        trained = TrainedBatch(scored.batch, scored.advantages)
+        return self.cut(trained, self.totals([trained])), StepResult(scored, self.describe(scored))
 
     def describe(self, scored: ScoredBatch) -> dict[str, float]:
         names = self.scorer.rewards.names
@@ -95,9 +97,9 @@ class RolloutPipeline:
                 self.producer.drain()
             self.sync.push(version_of(step))
 
-    def cut(self, scored: ScoredBatch, totals: StepTotals, rows: Sequence[int] | None = None) -> list[MicroBatch]:
+    def cut(self, trained: TrainedBatch, totals: StepTotals, rows: Sequence[int] | None = None) -> list[MicroBatch]:
         return split(
-            scored,
+            trained,
             totals,
             micro_batch_size=self.spec.micro_batch_size,
             loss_type=self.spec.loss_type,
@@ -106,7 +108,7 @@ class RolloutPipeline:
             rows=rows,
         )
 
-    def totals(self, parts: Sequence[ScoredBatch]) -> StepTotals:
+    def totals(self, parts: Sequence[TrainedBatch]) -> StepTotals:
         """Collective: of the step that `parts` make up on this rank."""
         rows = sum(part.batch.num_completions for part in parts)
         own = sum(num_counted(part.batch, mask_truncated=self.spec.mask_truncated) for part in parts)
@@ -126,14 +128,29 @@ class RolloutPipeline:
 
 
 @dataclass
+class Part:
+    """A chunk of a step. scored: its own groups. trained: what stands for them in training. logps: `[c]` by row of
+    `trained`, under the policy of the step, where they are kept."""
+
+    scored: ScoredBatch
+    trained: TrainedBatch
+    fresh: list[ReplayGroup] = field(default_factory=list)
+    replaced: ReplacedBatch | None = None
+    logps: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass
 class OpenStep:
     """An optimizer step in the making. Take all of `micro_batches`, then `result`."""
 
     pipeline: RolloutPipeline
     step: int
     metrics: dict[str, float]
-    _parts: list[ScoredBatch] = field(default_factory=list)
+    _parts: list[Part] = field(default_factory=list)
+    _running: Part | None = None
+    _num_replayed: int = 0
     _num_skipped: int = 0
+    _slots: tuple[Slot, ...] = ()
     _waited: float = 0.0
     _rewards: float = 0.0
 
@@ -142,24 +159,26 @@ class OpenStep:
         pipeline = self.pipeline
         order = pipeline.producer.placed[0]
         assert order.step == self.step, (order.step, self.step)
-        parts: Iterable[ScoredBatch] = self._scored(len(order.slots))
+        self._slots = order.slots
+        parts: Iterable[Part] = self._scored(len(order.slots))
         if pipeline.spec.trains_early:
             totals = self._provisional()
         else:
             parts = list(parts)
-            totals = pipeline.totals(parts)
+            totals = pipeline.totals([part.trained for part in parts])
         num_left = len(order.slots)
         for part in parts:
-            num_left -= len(part.batch.groups)
+            num_left -= len(part.scored.batch.groups)
             yield from self._run(part, totals, is_last=num_left == 0)
 
     def result(self) -> StepResult:
         """Collective. The numbers of the step, once all of its micro-batches were run."""
         pipeline, spec = self.pipeline, self.pipeline.spec
-        scored = join(self._parts, pipeline.collate)
-        totals = pipeline.totals(self._parts)
+        scored = join([part.scored for part in self._parts], pipeline.collate)
+        totals = pipeline.totals([part.trained for part in self._parts])
         metrics = {
             **pipeline.describe(scored),
+            **self._learn(scored),
             **staleness_metrics(scored.batch, version_of(self.step)),
             **self.metrics,
             "time/generate": self._waited,
@@ -172,12 +191,33 @@ class OpenStep:
         scale = self._provisional().all_tokens / totals.all_tokens if is_rescaled else 1.0
         return StepResult(scored, metrics, scale)
 
+    def remember(self, micro_batch: MicroBatch, logps: torch.Tensor) -> None:
+        """Keep the log-probs `[n, c]` that the present policy gives the micro-batch that was taken last."""
+        replay = self.pipeline.replay
+        if replay is not None and not replay.recomputes and self._running is not None:
+            rows = zip(micro_batch.rows, logps.detach().float().cpu(), strict=True)
+            self._running.logps.update(rows)
+
+    def _learn(self, scored: ScoredBatch) -> dict[str, float]:
+        """Replay and re-roll learn the step's own groups, once all of it is trained."""
+        metrics: dict[str, float] = {}
+        replay, reroll = self.pipeline.replay, self.pipeline.planner.reroll
+        if replay is not None:
+            for part in self._parts:
+                fresh = part.fresh if replay.recomputes else with_logps(part.fresh, part.trained, part.logps)
+                replay.learn(fresh, self.step)
+            metrics |= replay.metrics([part.replaced for part in self._parts if part.replaced is not None])
+        if reroll is not None:
+            reroll.learn(scored.batch.groups, scored.advantages.rewards)
+            metrics |= reroll_metrics(reroll.queue, self._slots)
+        return metrics
+
     def _provisional(self) -> StepTotals:
         """What the losses are divided by while the number of tokens is not known."""
         spec, num_ranks = self.pipeline.spec, self.pipeline.accelerator.num_processes
         return StepTotals(spec.rows_per_step, spec.token_estimate, spec.token_estimate * num_ranks)
 
-    def _scored(self, num_groups: int) -> Iterator[ScoredBatch]:
+    def _scored(self, num_groups: int) -> Iterator[Part]:
         """The step's groups, scored chunk by chunk."""
         pipeline = self.pipeline
         size = pipeline.spec.groups_per_chunk or num_groups
@@ -189,22 +229,32 @@ class OpenStep:
             came = time.perf_counter()
             batch = pipeline.collate([group for _, group in chunk])
             _require_pushed(batch, pipeline.sync.version)
-            part = pipeline.scorer.score(batch)
+            part = self._stand_in(pipeline.scorer.score(batch))
             self._waited += came - began
             self._rewards += time.perf_counter() - came
             self._parts.append(part)
             yield part
 
-    def _run(self, part: ScoredBatch, totals: StepTotals, *, is_last: bool) -> Iterator[tuple[MicroBatch, bool]]:
+    def _stand_in(self, scored: ScoredBatch) -> Part:
+        replay = self.pipeline.replay
+        if replay is None:
+            return Part(scored, TrainedBatch(scored.batch, scored.advantages))
+        trained, fresh, replaced = replay.stand_in(scored, self.pipeline.collate, self.step, skip=self._num_replayed)
+        self._num_replayed += len(replaced.displaced)
+        return Part(scored, trained, fresh, replaced)
+
+    def _run(self, part: Part, totals: StepTotals, *, is_last: bool) -> Iterator[tuple[MicroBatch, bool]]:
         spec = self.pipeline.spec
-        rows = rows_with_signal(part) if spec.skips_zero_signal else list(range(part.batch.num_completions))
-        self._num_skipped += _ceil(part.batch.num_completions, spec.micro_batch_size)
+        trained = part.trained
+        rows = rows_with_signal(trained) if spec.skips_zero_signal else list(range(trained.batch.num_completions))
+        self._num_skipped += _ceil(trained.batch.num_completions, spec.micro_batch_size)
         self._num_skipped -= _ceil(len(rows), spec.micro_batch_size)
         if not rows and is_last:
             # Gradients have to exist: a row whose advantage is 0 adds nothing to them.
-            rows = [shortest_row(part)]
-        micro_batches = self.pipeline.cut(part, totals, rows)
+            rows = [shortest_row(trained)]
+        micro_batches = self.pipeline.cut(trained, totals, rows)
         for index, micro_batch in enumerate(micro_batches, 1):
+            self._running = part
             yield micro_batch, is_last and index == len(micro_batches)
 
 

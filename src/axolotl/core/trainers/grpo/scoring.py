@@ -20,6 +20,8 @@ from axolotl.core.trainers.grpo.types import (
     RolloutBatch,
 )
 
+Collate = Callable[[Sequence[CompletionGroup]], RolloutBatch]
+
 
 @dataclass(frozen=True)
 class ScoredBatch:
@@ -30,6 +32,19 @@ class ScoredBatch:
     completions: list[Prompt]
     result: RewardResult
     advantages: Advantages
+
+
+@dataclass(frozen=True)
+class TrainedBatch:
+    """Groups as they are trained.
+
+    stored_logps: `[N, C]` of the policy that a replayed group was first trained with, NaN where the present one counts;
+    None where it does everywhere.
+    """
+
+    batch: RolloutBatch
+    advantages: Advantages
+    stored_logps: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -58,7 +73,7 @@ class Scorer:
         return ScoredBatch(batch, prompts, completions, result, compute_advantages(result.values, self.spec))
 
 
-def join(parts: Sequence[ScoredBatch], collate: Callable[[Sequence[CompletionGroup]], RolloutBatch]) -> ScoredBatch:
+def join(parts: Sequence[ScoredBatch], collate: Collate) -> ScoredBatch:
     """Parts of one step as if they had been scored together. Their advantages stay as they are."""
     if len(parts) == 1:
         return parts[0]

@@ -2,19 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
+from axolotl.core.trainers.grpo.rollout.rank_shares import rank_share
+from axolotl.core.trainers.grpo.rollout.reroll import RerollQueue, slots
 from axolotl.core.trainers.grpo.sampler import GroupSampler
-from axolotl.core.trainers.grpo.types import Order, Slot
+from axolotl.core.trainers.grpo.types import CompletionGroup, Order, Slot
 
 
 @dataclass(frozen=True)
 class Planner:
-    """num_steps: optimizer steps of the run; nothing is ordered beyond them."""
+    """num_steps: optimizer steps of the run; nothing is ordered beyond them. reroll: failed prompts to try again."""
 
     sampler: GroupSampler
     num_steps: int
+    reroll: Reroll | None = None
 
     def plan(self, step: int, version: int) -> Order:
-        slots = tuple(Slot(index) for index in self.sampler.indices(step))
-        return Order(step, self.sampler.epoch_of(step), version, slots)
+        fresh = self.sampler.indices(step)
+        taken = () if self.reroll is None else self.reroll.take(step, fresh)
+        return Order(step, self.sampler.epoch_of(step), version, slots(fresh, taken))
+
+
+@dataclass(frozen=True)
+class Reroll:
+    """max_groups: prompts tried again in one step, over all ranks. threshold: weighted reward of a failure, or less."""
+
+    queue: RerollQueue
+    max_groups: int
+    threshold: float
+    num_ranks: int = 1
+    rank: int = 0
+
+    def take(self, step: int, fresh: Sequence[int]) -> tuple[Slot, ...]:
+        limit = rank_share(self.max_groups, self.num_ranks, self.rank, turn=step)
+        return self.queue.take(step, min(limit, len(fresh)), exclude=fresh)
+
+    def learn(self, groups: Sequence[CompletionGroup], rewards: torch.Tensor) -> None:
+        """All groups of a step, with their weighted rewards `[N]`."""
+        self.queue.learn(groups, rewards.view(len(groups), -1), self.threshold)

@@ -1,3 +1,4 @@
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -6,39 +7,64 @@ import pytest
 from axolotl.core.trainers.grpo.generation.server import ServerBackend
 from axolotl.core.trainers.grpo.types import CompletionGroup, PromptRow
 from axolotl.errors import ServerError
-from axolotl.serving.wire import Completion, GenerateRequest, GenerateResponse, Group, Sampling
+from axolotl.serving.wire import Completion, GenerateRequest, Group, Sampling
 
-ROW = PromptRow(0, "hello", (1, 2, 3), {})
+ROWS = [PromptRow(number, "hello", (1, 2, number), {}) for number in range(3)]
 
 
 def generate(
-    *, version: int = 4, instance: str = "i1", log_kept: list[float] | None = None, **sampling: Any
-) -> list[CompletionGroup]:
-    """One completion of two tokens from a server that answers with these, asked for version 4 of instance i1."""
+    *,
+    makers: Sequence[str | None] = ("i1",),
+    order: Sequence[int] | None = None,
+    log_kept: list[float] | None = None,
+    **sampling: Any,
+) -> list[tuple[int, CompletionGroup]]:
+    """One completion of two tokens a maker, asked for version 4 by a run that the instances i1 and i2 have served.
 
-    def answer(request: GenerateRequest) -> GenerateResponse:
-        assert (request.adapter_version, request.prompts) == (4, [[1, 2, 3]])
+    order: in which the groups finish.
+    """
+
+    def stream(request: GenerateRequest) -> Iterator[Group]:
+        assert request.adapter_version == 4
+        assert request.prompts == [[1, 2, number] for number in range(len(makers))]
+        assert request.seeds == [[11 + number] for number in range(len(makers))]
         item = Completion(ids=[7, 8], logprobs=[-1.0, None], finish_reason="stop", log_kept=log_kept)
-        groups = [Group(index=0, completions=[item])]
-        return GenerateResponse(
-            request_id=request.request_id, instance_id=instance, adapter_version=version, groups=groups
-        )
+        for number in order or range(len(makers)):
+            yield Group(index=number, completions=[item], instance_id=makers[number])
 
-    client = cast(Any, SimpleNamespace(generate=answer, info=SimpleNamespace(instance_id="i1")))
-    backend = ServerBackend(client, cast(Any, SimpleNamespace(version=4)))
-    return backend.generate([ROW], [[11]], Sampling(max_tokens=2, **sampling))
+    client = cast(Any, SimpleNamespace(stream=stream, instances=frozenset({"i1", "i2"})))
+    rows, seeds = ROWS[: len(makers)], [[11 + number] for number in range(len(makers))]
+    return list(ServerBackend(client).generate(rows, seeds, Sampling(max_tokens=2, **sampling), 4))
 
 
-@pytest.mark.parametrize("wrong", [{"version": 3}, {"version": 0}, {"instance": "i2"}])
-def test_another_version_or_process_than_asked_is_refused(wrong: dict[str, Any]) -> None:
+def only(finished: list[tuple[int, CompletionGroup]]) -> Any:
+    ((_, group),) = finished
+    (completion,) = group.completions
+    return completion
+
+
+@pytest.mark.parametrize("makers", [["i3"], [None], ["i1", "i3", "i2"]])
+def test_another_process_than_those_of_the_run_is_refused(makers: list[str | None]) -> None:
     with pytest.raises(ServerError, match="does not fit the request") as caught:
-        generate(**wrong)
+        generate(makers=makers)
     assert caught.value.code == "E-SRV-09"
 
 
+def test_every_completion_names_the_process_that_made_it() -> None:
+    """The server was restarted in the middle of the request."""
+    finished = generate(makers=["i1", "i1", "i2"])
+    assert [group.completions[0].instance_id for _, group in finished] == ["i1", "i1", "i2"]
+    assert {group.completions[0].adapter_version for _, group in finished} == {4}
+
+
+def test_groups_come_as_they_finish_and_say_which_they_are() -> None:
+    finished = generate(makers=["i1", "i2", "i1"], order=[2, 0, 1])
+    assert [place for place, _ in finished] == [2, 0, 1]
+    assert [group.row for _, group in finished] == [ROWS[2], ROWS[0], ROWS[1]]
+
+
 def test_the_kept_mass_is_put_back_and_what_is_unknown_stays_unknown() -> None:
-    (completion,) = generate(log_kept=[-0.5, -0.25], top_p=0.5)[0].completions
-    assert completion.logprobs is not None
+    completion = only(generate(log_kept=[-0.5, -0.25], top_p=0.5))
     assert completion.logprobs[0] == -1.5 and completion.logprobs[1] != completion.logprobs[1]
     assert not completion.is_renormalised
 
@@ -47,5 +73,4 @@ def test_the_kept_mass_is_put_back_and_what_is_unknown_stays_unknown() -> None:
     ("sampling", "is_renormalised"), [({}, False), ({"top_p": 0.9}, True), ({"top_k": 5}, True), ({"min_p": 0.1}, True)]
 )
 def test_filters_without_a_kept_mass_are_marked(sampling: dict[str, Any], is_renormalised: bool) -> None:
-    (completion,) = generate(**sampling)[0].completions
-    assert completion.is_renormalised == is_renormalised
+    assert only(generate(**sampling)).is_renormalised == is_renormalised
