@@ -27,15 +27,6 @@ NOT_PLACED = {
     "gen.received",
     "step.before_opt",
     "step.after_opt",
-    "step.after_journal",
-    "ckpt.start",
-    "ckpt.after_model",
-    "ckpt.after_optim",
-    "ckpt.before_manifest",
-    "ckpt.before_rename",
-    "ckpt.after_rename",
-    "ckpt.before_prune",
-    "ckpt.after_prune",
 }
 
 
