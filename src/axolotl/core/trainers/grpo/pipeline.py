@@ -9,9 +9,12 @@ Main thread, every rank. The parts are chosen in `assembly.py`.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 from accelerate import Accelerator
@@ -28,15 +31,20 @@ from axolotl.core.trainers.grpo.microbatch import (
     split,
 )
 from axolotl.core.trainers.grpo.protocols import DataProducer, WeightSync
+from axolotl.core.trainers.grpo.rollout.pending_files import Pending, load_pending, save_pending
 from axolotl.core.trainers.grpo.rollout.planning import Planner
 from axolotl.core.trainers.grpo.rollout.replay import ReplacedBatch, ReplayGroup
 from axolotl.core.trainers.grpo.replaying import Replay, with_logps
+from axolotl.core.trainers.grpo.rollout.replay_files import load_replay, save_replay
 from axolotl.core.trainers.grpo.rollout.reroll import reroll_metrics
 from axolotl.core.trainers.grpo.scoring import Collate, ScoredBatch, Scorer, TrainedBatch, join
 from axolotl.core.trainers.grpo.specs import StepSpec
-from axolotl.core.trainers.grpo.types import CompletionGroup, RolloutBatch, Slot
+from axolotl.core.trainers.grpo.types import CompletionGroup, PromptRow, RolloutBatch, Slot
 from axolotl.core.trainers.grpo.weight_sync.schedule import is_due, version_of
-from axolotl.errors import SyncError
+from axolotl.errors import Interrupted, SyncError
+
+
+_REROLL = "reroll.json"
 
 
 @dataclass(frozen=True)
@@ -64,6 +72,7 @@ class RolloutPipeline:
     sync: WeightSync
     accelerator: Accelerator
     replay: Replay | None = None
+    _resumed: list[Pending] = field(default_factory=list)
 
     def open(self, step: int) -> OpenStep:
         """Bring the generator up to date, order what later steps need, and begin optimizer step `step` (from 0)."""
@@ -115,12 +124,41 @@ class RolloutPipeline:
         tokens = sum_over_ranks(self.accelerator, own)
         return StepTotals(rows, tokens / self.accelerator.num_processes, tokens)
 
+    def save_state(self, directory: Path) -> None:
+        """What a checkpoint keeps of the pipeline, into `directory`, which exists.
+
+        Orders that are being made are waited for, so that a resumed run trains on the same completions; a signal ends
+        the wait, and what was not finished is made anew by the policy of the checkpoint.
+        """
+        with suppress(Interrupted):
+            self.producer.drain()
+        save_pending(self.producer, directory)
+        if self.replay is not None:
+            save_replay(self.replay.buffer, directory)
+        if self.planner.reroll is not None:
+            (directory / _REROLL).write_text(json.dumps(self.planner.reroll.queue.state()))
+
+    def load_state(self, directory: Path, rows: Sequence[PromptRow]) -> None:
+        """What `save_state` kept. Before the first step of a resumed run."""
+        if self.replay is not None:
+            kept = load_replay(directory, self.replay.buffer.spec, rows)
+            self.replay.buffer.restore(kept.groups)
+        if self.planner.reroll is not None:
+            self.planner.reroll.queue.restore(json.loads((directory / _REROLL).read_text()))
+        self._resumed.extend(load_pending(directory, rows))
+
     def close(self) -> None:
         self.producer.close()
         self.scorer.rewards.close()
         self.sync.close()
 
     def _order(self, step: int) -> None:
+        for order, groups in self._resumed:
+            if groups:
+                self.producer.adopt(order, groups)
+            else:
+                self.producer.place(replace(order, version=self.sync.version))
+        self._resumed.clear()
         placed = self.producer.placed
         first = placed[-1].step + 1 if placed else step
         for ahead in range(first, min(step + self.producer.depth + 1, max(self.planner.num_steps, step + 1))):

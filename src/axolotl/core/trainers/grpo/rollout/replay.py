@@ -125,6 +125,10 @@ class ReplayBuffer:
     def __len__(self) -> int:
         return len(self._groups)
 
+    def restore(self, groups: Iterable[ReplayGroup]) -> None:
+        """Go on with what a checkpoint kept."""
+        self._keep(tuple(groups))
+
     def add(self, groups: Iterable[ReplayGroup], step: int) -> None:
         """Learn the groups of a step that has been trained; those without signal are passed over.
 
