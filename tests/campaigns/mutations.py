@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from axolotl.serving.processes import own_namespace
+
 RUN = "run-0123456789ab"
 METHODS = ["PUT", "DELETE", "PATCH", "OPTIONS", "HEAD", "TRACE", "CONNECT", "post", "PROPFIND", "G" * 200]
 PATHS = [
@@ -197,6 +199,7 @@ class Generator:
             "run_id": RUN,
             "host": socket.gethostname(),
             "pid": os.getpid(),
+            "namespace": own_namespace(),
             "fingerprint": copy.deepcopy(self._fingerprint),
             "action": action,
         }
@@ -215,7 +218,7 @@ class Generator:
         return Valid("/set_weights/", {"run_id": RUN, "version": 1, "manifest_sha256": "0" * 64})
 
     def _clear(self) -> Valid:
-        return Valid("/clear_lora_adapter/", {})
+        return Valid("/clear_lora_adapter/", {"run_id": RUN})
 
     # What is done to them
 

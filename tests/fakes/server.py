@@ -22,6 +22,7 @@ from axolotl.serving.wire import (
     INSTANCE_HEADER,
     PROTOCOL_VERSION,
     Body,
+    ClearAdapterRequest,
     Completion,
     ErrorBody,
     Fingerprint,
@@ -250,8 +251,7 @@ class _Handler(BaseHTTPRequestHandler):
             case "/generate/":
                 self._generate(GenerateRequest.model_validate(body))
             case "/clear_lora_adapter/":
-                self.fake.loaded, self.fake.current = {}, 0
-                self._adapter()
+                self._clear(ClearAdapterRequest.model_validate(body))
             case _:
                 self._push(SetAdapterRequest.model_validate(body))
 
@@ -308,6 +308,14 @@ class _Handler(BaseHTTPRequestHandler):
         for old in list(fake.loaded)[:-2]:
             del fake.loaded[old]
         fake.current = request.version
+        self._adapter()
+
+    def _clear(self, request: ClearAdapterRequest) -> None:
+        fake = self.fake
+        if request.run_id != fake.run_id:
+            self._answer(ErrorBody(code="E-SRV-06", what="not yours", why=f"it is held by {fake.run_id}"), 409)
+            return
+        fake.loaded, fake.current = {}, 0
         self._adapter()
 
     def _adapter(self) -> None:

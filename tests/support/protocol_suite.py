@@ -21,6 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from axolotl.errors import ServerError, SyncError
 from axolotl.serving.client import ServerClient
 from axolotl.serving.manifest import MANIFEST_NAME, write_manifest
+from axolotl.serving.processes import own_namespace
 from axolotl.serving.wire import (
     PROTOCOL_VERSION,
     STREAM_LINE,
@@ -549,6 +550,7 @@ class ProtocolSuite:
             "run_id": run_id,
             "host": socket.gethostname(),
             "pid": os.getpid(),
+            "namespace": own_namespace(),
             "fingerprint": subject.fingerprint.model_dump(),
         }
 
@@ -570,6 +572,7 @@ class ProtocolSuite:
                 "run_id": "holder",
                 "host": socket.gethostname(),
                 "pid": holder.pid,
+                "namespace": own_namespace(),
                 "fingerprint": subject.fingerprint.model_dump(),
             }
             assert self.raw(subject, "POST", "/session/", json=body).status_code == 200

@@ -22,6 +22,7 @@ from axolotl.serving.generation import finished_groups
 from axolotl.serving.guard import Guard
 from axolotl.serving.metrics import CONTENT_TYPE, Counted, ServerMetrics, Snapshot
 from axolotl.serving.refusals import Refusal
+from axolotl.serving.run_directories import RunDirectories
 from axolotl.serving.session import LEASE_S, Session
 from axolotl.serving.streaming import ClientGone, StreamedAnswer, unless_gone
 from axolotl.serving.versions import PolicyVersions
@@ -29,6 +30,7 @@ from axolotl.serving.wire import (
     PROTOCOL_VERSION,
     STREAM_INTERVAL_S,
     AdapterResponse,
+    ClearAdapterRequest,
     GenerateRequest,
     GenerateResponse,
     Group,
@@ -85,7 +87,8 @@ class ServerState:
 
     def ready(self, engine: Engine) -> None:
         versions = PolicyVersions(engine, self.sync_dir, instance_id=self.instance_id, max_held=self.max_held)
-        self.serving = Serving(engine, versions, Session(versions, engine))
+        session = Session(versions, engine, RunDirectories(self.sync_dir))
+        self.serving = Serving(engine, versions, session)
         self.health = Health(status="ok", phase="ready")
 
     def failed(self, reason: str) -> None:
@@ -209,8 +212,10 @@ def _add_changing_routes(app: FastAPI, state: ServerState, metrics: ServerMetric
             return _json(await serving.versions.set_adapter(request.run_id, request.version, request.manifest_sha256))
 
     @app.post("/clear_lora_adapter/")
-    async def clear_lora_adapter() -> Response:
-        return _json(await state.require().versions.clear())
+    async def clear_lora_adapter(request: ClearAdapterRequest) -> Response:
+        serving = state.require()
+        with serving.session.request(request.run_id):
+            return _json(await serving.versions.clear())
 
     @app.post("/set_weights/")
     async def set_weights(request: SetWeightsRequest) -> Response:

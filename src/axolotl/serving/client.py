@@ -28,6 +28,7 @@ from axolotl.serving import handshake
 from axolotl.serving.handshake import START_HINT, Say, Ticker, ask_info
 from axolotl.serving.holding import Holding
 from axolotl.serving.lease import Lease
+from axolotl.serving.processes import own_namespace
 from axolotl.serving.recovery import Keeper, Patience, Recovery
 from axolotl.serving.reply import Answers
 from axolotl.serving.streamed import read_groups
@@ -164,7 +165,12 @@ class ServerClient:
             ConfigError: `E-SRV-19` the engine does not support an option of `sampling`.
         """
         request = SessionRequest(
-            run_id=run_id, host=socket.gethostname(), pid=os.getpid(), fingerprint=fingerprint, sampling=sampling
+            run_id=run_id,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            namespace=own_namespace(),
+            fingerprint=fingerprint,
+            sampling=sampling,
         )
         response = self._recovery.run("claim", lambda: self._holding.claim(request))
         self._lease_s = response.lease_s

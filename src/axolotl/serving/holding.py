@@ -12,6 +12,7 @@ from axolotl.serving.handshake import Ticker, ask_info
 from axolotl.serving.transport import Lost, Transport
 from axolotl.serving.wire import (
     AdapterResponse,
+    ClearAdapterRequest,
     ServerInfo,
     SessionRequest,
     SessionResponse,
@@ -77,8 +78,10 @@ class Holding:
         return response
 
     def clear(self) -> AdapterResponse:
+        assert self.claimed is not None, "claim the server first"
+        body = ClearAdapterRequest(run_id=self.claimed.run_id)
         response = self._transport.post(
-            "/clear_lora_adapter/", None, AdapterResponse, self._control_s(), self.instance_id, SyncError
+            "/clear_lora_adapter/", body, AdapterResponse, self._control_s(), self.instance_id, SyncError
         )
         self.pushed = ()
         return response

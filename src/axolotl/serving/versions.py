@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
-import shutil
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,12 +19,10 @@ from axolotl.errors import AxolotlError, SyncError
 from axolotl.serving.engines.protocol import Engine, EngineRejects
 from axolotl.serving.manifest import Kind, Manifest, check_unchanged, verify_manifest
 from axolotl.serving.refusals import Refusal
+from axolotl.serving.run_directories import DIRECTORIES
 from axolotl.serving.wire import AdapterResponse
 
 ROOM_TIMEOUT_S = 60.0
-DIRECTORIES: dict[Kind, str] = {"adapter": "adapters", "weights": "weights"}
-_RUN_DIRECTORY = re.compile(r"run-[0-9a-f]{12}")
-_VERSION_DIRECTORY = re.compile(r"(\.tmp-)?v[0-9]+")
 _LOG = logging.getLogger(__name__)
 
 
@@ -129,13 +125,11 @@ class PolicyVersions:
             await self._settled()
             return self._response()
 
-    async def reset(self, run_id: str) -> None:
-        """Forget everything for `run_id`, caches and what earlier runs published included; the engine gives up requests
-        in flight."""
+    async def reset(self) -> None:
+        """Forget everything, caches included; the engine gives up requests in flight."""
         async with self._lock:
             await self._settled()
             await self._to_base()
-            await asyncio.to_thread(self._remove_other_runs, run_id)
 
     def _is_held(self, version: int, manifest_sha256: str) -> bool:
         held = self._held.get(version)
@@ -259,16 +253,6 @@ class PolicyVersions:
         while self._unloads:
             await asyncio.wait(self._unloads.values())
 
-    def _remove_other_runs(self, run_id: str) -> None:
-        """Nobody can ask for their versions again: the session is another run's now.
-
-        The directory is of the user's choice and may hold other things; only what a trainer made is removed.
-        """
-        for root in (self._sync_dir / name for name in DIRECTORIES.values()):
-            for directory in root.iterdir() if root.is_dir() else ():
-                if directory.name != run_id and _is_published_run(directory):
-                    shutil.rmtree(directory, ignore_errors=True)
-
     def _response(self) -> AdapterResponse:
         held = self._held.get(self.current)
         return AdapterResponse(
@@ -285,14 +269,3 @@ async def _check_unchanged(directory: Path, manifest: Manifest) -> None:
         await asyncio.to_thread(check_unchanged, directory, manifest)
     except SyncError as error:
         raise Refusal.of(error, 409) from error
-
-
-def _is_published_run(directory: Path) -> bool:
-    """Whether a trainer made it: named like a run, and nothing in it but versions, published or being written."""
-    return _is_directory_named(directory, _RUN_DIRECTORY) and all(
-        _is_directory_named(entry, _VERSION_DIRECTORY) for entry in directory.iterdir()
-    )
-
-
-def _is_directory_named(path: Path, pattern: re.Pattern[str]) -> bool:
-    return pattern.fullmatch(path.name) is not None and path.is_dir() and not path.is_symlink()

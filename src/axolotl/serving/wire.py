@@ -112,13 +112,15 @@ class SessionRequest(Body):
 
     `claim`: a run takes the server, which drops earlier adapters, weights and caches; repeated by the run that holds
     it, it resets again. `renew`: a sign of life of the run that holds it, refused to every other. `release`: gives it
-    back. sampling: with `claim`, what the run will sample with, so that an option the engine does not support is
-    refused before anything is trained.
+    back. namespace: what `pid` means something in (`processes.own_namespace`); empty where that is not known. sampling:
+    with `claim`, what the run will sample with, so that an option the engine does not support is refused before
+    anything is trained.
     """
 
     run_id: RunId
     host: str = Field(pattern=r"^[ -~]{0,255}$")
     pid: int = Field(ge=0, le=MAX_INT)
+    namespace: str = Field(default="", pattern=r"^[ -~]{0,255}$")
     fingerprint: Fingerprint
     action: Literal["claim", "renew", "release"] = "claim"
     sampling: Sampling | None = None
@@ -242,6 +244,12 @@ class Progress(Body):
     generated: int
     running: int
     adapter_version: int
+
+
+class ClearAdapterRequest(Body):
+    """`POST /clear_lora_adapter/`: back to the base model, for the run that holds the server."""
+
+    run_id: RunId
 
 
 class SetWeightsRequest(Body):
