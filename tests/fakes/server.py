@@ -80,10 +80,12 @@ class Fault:
 
 class ScriptedServer:
     """calls: (route, parsed body) of everything but health and renewals. loaded: the versions it holds.
+    makers: by the first token of a prompt, the instance that sent its group last.
     asked: released for each request to generate. renewed: set by each renewal.
 
     Settable at any time: faults, health (`ok`, `loading`, `failed`, `silent`, `stranger`), push_refusals,
-    claim_refusal, fingerprint.
+    claim_refusal, fingerprint; num_unanswered: so many claims, pushes and clears are taken and never answered;
+    working: how the counter of `/progress/` does meanwhile, `grows`, `stands` or `silent` (no answer).
     """
 
     def __init__(self) -> None:
@@ -94,6 +96,9 @@ class ScriptedServer:
         self.push_refusals: list[tuple[int, ErrorBody]] = []
         self.claim_refusal: tuple[int, ErrorBody] | None = None
         self.calls: list[tuple[str, dict[str, Any]]] = []
+        self.makers: dict[int, str] = {}
+        self.num_unanswered = 0
+        self.working: Literal["grows", "stands", "silent"] = "stands"
         self.asked = threading.Semaphore(0)
         self.renewed = threading.Event()
         self.renewals = 0
@@ -234,6 +239,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(self.fake.info())
         else:
             fake = self.fake
+            if fake.working == "silent":
+                fake.hold()
+            fake.work += fake.working == "grows"
             counters = {"work": fake.work, "generated": fake.work, "running": 0, "adapter_version": fake.current}
             self._send(200, json.dumps({"instance_id": fake.instance_id, **counters}).encode())
 
@@ -245,6 +253,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.fake.calls.append((self.path, body))
         if self.path == "/generate/":
             self.fake.asked.release()
+        elif self.fake.num_unanswered > 0:
+            self.fake.num_unanswered -= 1
+            self.fake.hold()
+            return
         match self.path:
             case "/session/":
                 self._session(SessionRequest.model_validate(body))
@@ -390,6 +402,7 @@ class _Handler(BaseHTTPRequestHandler):
             if position == fault.after:
                 self._in_the_middle(fault, group)
             self.fake.work += 10
+            self.fake.makers[request.prompts[position][0]] = instance_id
             self._line(StreamGroup(group=group))
         if len(groups) == fault.after:
             self._in_the_middle(fault, groups[-1])

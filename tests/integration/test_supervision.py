@@ -112,7 +112,7 @@ def test_restarts_that_are_used_up_end_the_run_with_a_checkpoint(
 def test_an_unmanaged_server_that_goes_away_ends_the_run_with_a_checkpoint_to_go_on_from(
     tiny_model: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
-    disturbed_project(tmp_path, tiny_model, STEPS, is_managed=False, trl__vllm_server_timeout=4)
+    disturbed_project(tmp_path, tiny_model, STEPS, is_managed=False, trl__vllm_server_timeout=5)
     with running(tmp_path, "vllm-serve", "config.yaml") as server:
         server.wait_for("ready after")
         with disturbed(tmp_path) as lost:

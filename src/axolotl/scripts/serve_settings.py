@@ -73,6 +73,7 @@ def engine_settings(config: AxolotlConfig, choice: EngineChoice, base_dir: Path)
         trust_remote_code=vllm.trust_remote_code is True,
         reasoning_parser=vllm.reasoning_parser,
         seed=config.seed or 0,
+        stall_timeout_s=float(config.trl.vllm_server_timeout or 300),
     )
 
 

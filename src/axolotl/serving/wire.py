@@ -7,9 +7,9 @@ is not finite travels as null.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter
 
 from axolotl.serving.bounds import PlainDict
 
@@ -88,10 +88,16 @@ CANARY_VERSION = 2**30
 RunId = Annotated[str, Field(pattern=r"^[a-z0-9-]{1,64}$")]
 
 
+def without_nulls(options: dict[str, Any]) -> dict[str, Any]:
+    """The options that are set."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
 class Sampling(Body):
     """How tokens are drawn. `temperature: 0` is greedy. `top_k: 0` and `top_p: 1` switch those filters off.
 
-    `extra` holds the user's `generation_kwargs`; an engine refuses by name what it does not support.
+    `extra` holds the user's `generation_kwargs` but for nulls, which mean "not set"; an engine refuses by name what it
+    does not support.
     """
 
     model_config = ConfigDict(allow_inf_nan=False)
@@ -104,7 +110,7 @@ class Sampling(Body):
     min_p: float = Field(default=0.0, ge=0.0, le=1.0)
     repetition_penalty: float = Field(default=1.0, gt=0.0)
     structured_regex: str | None = Field(default=None, max_length=4096)
-    extra: PlainDict = Field(default_factory=dict)
+    extra: Annotated[PlainDict, AfterValidator(without_nulls)] = Field(default_factory=dict)
 
 
 class SessionRequest(Body):
@@ -175,13 +181,20 @@ class Completion(Body):
 
 
 class Group(Body):
-    """All completions of prompt number `index` of the request, in the order of its seeds."""
+    """All completions of prompt number `index` of the request, in the order of its seeds.
+
+    instance_id: the process that made it, where that may be another than the answer's: `ServerClient` fills it in when
+    it reads an answer, since a server may be restarted between two groups of a request. None from a server.
+    """
 
     index: int
     completions: list[Completion]
+    instance_id: str | None = None
 
 
 class GenerateResponse(Body):
+    """instance_id: the process that answered; of several, the last one."""
+
     request_id: str
     instance_id: str
     adapter_version: int
@@ -235,8 +248,9 @@ STREAM_LINE: TypeAdapter[StreamLine] = TypeAdapter(StreamLine)
 class Progress(Body):
     """`GET /progress/`: tells slow from hung.
 
-    work: tokens the engine has processed since it started, prompts included; it never falls, and it stands still only
-    when the engine does. generated: those of them that were sampled. running: requests not answered yet.
+    work: tokens the engine has processed since it started, prompts included, and what it has done to replace weights;
+    it never falls, and it stands still only when the engine does. generated: tokens that were sampled. running:
+    requests not answered yet.
     """
 
     instance_id: str

@@ -67,7 +67,8 @@ def test_a_restarted_server_gets_the_versions_from_their_files(tmp_path: Path) -
         address.before_generate = restart
         after = client.generate(request)
         assert (before.instance_id, after.instance_id) == ("one", "two")
-        assert after.groups == before.groups
+        assert [group.completions for group in after.groups] == [group.completions for group in before.groups]
+        assert {group.instance_id for group in after.groups} == {"two"}
         assert new.calls == ["reset", "load v2", "load v3", "generate v3"]
 
 

@@ -18,6 +18,7 @@ class EngineSettings:
 
     dtype is resolved (`float32`, `bfloat16` or `float16`, never `auto`). `max_lora_rank` is the rank that the config
     trains with, 0 without an adapter; an engine rounds it up as it must. `kv_cache_bytes` bounds the cache on a CPU.
+    `stall_timeout_s`: an engine that does nothing for so long hangs.
     """
 
     model: str
@@ -36,6 +37,7 @@ class EngineSettings:
     trust_remote_code: bool = False
     reasoning_parser: str | None = None
     seed: int = 0
+    stall_timeout_s: float = 300.0
 
 
 class EngineRejects(ValueError):
@@ -44,8 +46,8 @@ class EngineRejects(ValueError):
 
 @dataclass(frozen=True)
 class EngineProgress:
-    """work: tokens processed since the start, prompts included; it never falls, and stands still only when the engine
-    does. generated: those of them that were sampled."""
+    """work: tokens processed since the start, prompts included, and what was done to replace weights; it never falls,
+    and stands still only when the engine does. generated: tokens that were sampled."""
 
     work: int
     generated: int

@@ -164,7 +164,7 @@ class TransformersEngine:
             weights = check_weight_files(self._model, directory)
             with self._worker.ends_on_failure(loop, f"weights of version {version} were loaded"):
                 self._merge(version, {})
-                count = copy_weights(self._model, weights)
+                count = copy_weights(self._model, weights, self._work)
             self._policies = {version: {}}
             self._plain_version = version
             return count
@@ -179,7 +179,7 @@ class TransformersEngine:
             with self._worker.ends_on_failure(loop, "the base weights were read again"):
                 self._merge(0, {})
                 if self._plain_version != 0:
-                    copy_tensors(self._model, self._read_base())
+                    copy_tensors(self._model, self._read_base(), self._work)
             self._policies = {0: {}}
             self._plain_version = 0
 

@@ -64,7 +64,7 @@ class VLLMEngine:
         self._starter = starter
         self._model_directory = started.model_directory
         self._base_shapes = base_shapes(started.model_directory)
-        self._calls = Calls(llm)
+        self._calls = Calls(llm, started.processes, self._tokens, stall_s=settings.stall_timeout_s)
         self._traffic = Traffic()
         self._change_lock = asyncio.Lock()
         self._adapters = AdapterSlots(
@@ -194,7 +194,7 @@ class VLLMEngine:
         try:
             await calls.control(llm.pause_generation(mode="wait"))
             reload = llm.collective_rpc("reload_weights", kwargs={"weights_path": str(directory)})
-            await calls.control(reload, timeout_s=RELOAD_TIMEOUT_S)
+            await calls.reload(reload, timeout_s=RELOAD_TIMEOUT_S)
             await calls.control(llm.collective_rpc("axolotl_repack_output"))
             await self._clear_caches()
             await calls.control(llm.resume_generation())
@@ -221,8 +221,10 @@ class VLLMEngine:
             )
 
     def progress(self) -> EngineProgress:
-        counter = self._counter
-        return EngineProgress(work=counter.prompt + counter.generated, generated=counter.generated)
+        return EngineProgress(work=self._tokens() + self._calls.reloading, generated=self._counter.generated)
+
+    def _tokens(self) -> int:
+        return self._counter.prompt + self._counter.generated
 
     async def died(self) -> str:
         reason = await self._calls.died(self.processes)

@@ -11,12 +11,13 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from peft import PeftModel
 from torch.utils.data import DataLoader
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, TrainerState
 from trl import GRPOTrainer  # type: ignore[attr-defined]
 
 from axolotl.core.trainers.grpo.algo.importance import Importance, ImportanceSpec, importance_weights
@@ -259,6 +260,13 @@ class AxolotlGRPOTrainer(GRPOTrainer):
                 file=sys.stderr,
                 flush=True,
             )
+
+    def restore_finished(self, checkpoint: Path) -> None:
+        """The policy and the state at the end of a run, from the checkpoint of its last step: ready to be saved."""
+        self.state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+        best = self.state.best_model_checkpoint
+        is_best = self.args.load_best_model_at_end and best is not None and Path(best).is_dir()
+        self._load_from_checkpoint(str(best if is_best else checkpoint))
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """TRL would write its README.md over a user's at every checkpoint; PEFT and transformers leave one in each."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from axolotl.core.trainers.grpo.protocols import WeightSync
 from axolotl.core.trainers.grpo.types import Completion, CompletionGroup, PromptRow
@@ -33,10 +33,10 @@ class ServerBackend:
             sampling=sampling,
         )
         response = self._client.generate(request)
-        _require_asked(request, response, self._client.info.instance_id)
+        _require_asked(request, response, self._client.instances)
         is_cut = cuts(sampling)
         return [
-            CompletionGroup(row, tuple(_completion(item, response, is_cut=is_cut) for item in group.completions))
+            CompletionGroup(row, _completions(group, response, is_cut=is_cut))
             for row, group in zip(rows, response.groups, strict=True)
         ]
 
@@ -49,24 +49,32 @@ def cuts(sampling: wire.Sampling) -> bool:
     return sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0
 
 
-def _require_asked(request: wire.GenerateRequest, response: wire.GenerateResponse, instance_id: str) -> None:
-    """Nothing is trained on that another policy or another process made, whoever let it through."""
-    got, wanted = (response.adapter_version, response.instance_id), (request.adapter_version, instance_id)
-    if got != wanted:
-        raise ServerError(
-            "the server's answer does not fit the request",
-            code="E-SRV-09",
-            why=f"completions of (version, instance) {got}; asked was {wanted}",
-            do="please report",
+def _require_asked(request: wire.GenerateRequest, response: wire.GenerateResponse, instances: Set[str]) -> None:
+    """Nothing is trained on that another policy or another process made, whoever let it through.
+
+    instances: the processes that have served this run; several may have had a part in one answer.
+    """
+    made_by = {group.instance_id or response.instance_id for group in response.groups}
+    if response.adapter_version == request.adapter_version and made_by <= instances:
+        return
+    raise ServerError(
+        "the server's answer does not fit the request",
+        code="E-SRV-09",
+        why=f"completions of version {response.adapter_version} from {', '.join(sorted(made_by))}; "
+        f"asked was version {request.adapter_version} of {', '.join(sorted(instances))}",
+        do="please report",
+    )
+
+
+def _completions(group: wire.Group, response: wire.GenerateResponse, *, is_cut: bool) -> tuple[Completion, ...]:
+    return tuple(
+        Completion(
+            ids=tuple(item.ids),
+            logprobs=policy_logprobs(item),
+            is_truncated=item.finish_reason == "length",
+            adapter_version=response.adapter_version,
+            instance_id=group.instance_id or response.instance_id,
+            is_renormalised=is_cut and item.log_kept is None,
         )
-
-
-def _completion(item: wire.Completion, response: wire.GenerateResponse, *, is_cut: bool) -> Completion:
-    return Completion(
-        ids=tuple(item.ids),
-        logprobs=policy_logprobs(item),
-        is_truncated=item.finish_reason == "length",
-        adapter_version=response.adapter_version,
-        instance_id=response.instance_id,
-        is_renormalised=is_cut and item.log_kept is None,
+        for item in group.completions
     )
