@@ -157,7 +157,17 @@ class Generator:
 
     def _valid(self) -> Valid:
         make = self._random.choice(
-            [self._generate, self._generate, self._score, self._session, self._adapter, self._weights, self._clear]
+            [
+                self._generate,
+                self._generate,
+                self._score,
+                self._session,
+                self._adapter,
+                self._weights,
+                self._link,
+                self._transfer,
+                self._clear,
+            ]
             + [lambda: Valid(f"/{self._random.choice(['health', 'server_info', 'progress', 'metrics'])}/", None)]
         )
         return make()
@@ -216,6 +226,19 @@ class Generator:
 
     def _weights(self) -> Valid:
         return Valid("/set_weights/", {"run_id": RUN, "version": 1, "manifest_sha256": "0" * 64})
+
+    def _link(self) -> Valid:
+        return Valid("/link_weights/", {"run_id": RUN, "unique_id": "A" * 171 + "="})
+
+    def _transfer(self) -> Valid:
+        body = {
+            "run_id": RUN,
+            "version": 1,
+            "sha256": "0" * 64,
+            "tensors": [{"name": "model.norm.weight", "dtype": "float32", "shape": [8]}],
+            "action": self._random.choice(["check", "receive", "cancel"]),
+        }
+        return Valid("/receive_weights/", body)
 
     def _clear(self) -> Valid:
         return Valid("/clear_lora_adapter/", {"run_id": RUN})

@@ -51,6 +51,8 @@ ROUTES = [
     ("POST", "/set_lora_adapter/"),
     ("POST", "/clear_lora_adapter/"),
     ("POST", "/set_weights/"),
+    ("POST", "/link_weights/"),
+    ("POST", "/receive_weights/"),
 ]
 
 # No TLS, so no certificates to read for every request.

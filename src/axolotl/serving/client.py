@@ -35,6 +35,7 @@ from axolotl.serving.recovery import Keeper, Recovery
 from axolotl.serving.reply import Answers
 from axolotl.serving.streamed import read_groups
 from axolotl.serving.transport import Lost, Transport, Waiting, is_loopback
+from axolotl.serving.weight_link import WeightLink
 from axolotl.serving.wire import (
     AdapterResponse,
     Fingerprint,
@@ -275,6 +276,22 @@ class ServerClient:
         """
         self._check_lease()
         return self._push("set_weights", "weights", version, manifest_sha256)
+
+    def weight_link(self, publish: Callable[[int], str]) -> WeightLink:
+        """The calls of a transfer over NCCL, on connections of their own.
+
+        Args:
+            publish: as `Holding.publish`; called from any thread, when a server that is back lacks a version.
+        """
+        self._holding.publish = publish
+        return WeightLink(self._transport.another(), self._holding, self._timeout_s, self._say)
+
+    def claim_again(self) -> None:
+        """Have the server drop whatever this run has pushed, when it is not known how far a push got."""
+        claimed = self._holding.claimed
+        assert claimed is not None, "claim the server first"
+        self._holding.drop()
+        self._recovery.run("claim", lambda patience: self._holding.claim(claimed, patience))
 
     def clear_adapter(self) -> AdapterResponse:
         """Have the server go back to the base model."""

@@ -33,11 +33,13 @@ Answer = TypeVar("Answer", SessionResponse, AdapterResponse)
 
 @dataclass(frozen=True)
 class Pushed:
-    """A version that the server confirmed and still holds. digest: of its manifest on disk."""
+    """A version that the server confirmed and still holds. digest: of its manifest on disk, or of what was announced of
+    one that is not published: it came over NCCL."""
 
     kind: Kind
     version: int
     digest: str
+    is_published: bool = True
 
 
 class Holding:
@@ -47,7 +49,8 @@ class Holding:
 
     info: what the server said of itself last. instances: every process that has been made to serve this run.
     on_claimed_again: called when a server that had forgotten this run is claimed, before it gets its versions again.
-    on_restored: called when it has them, before anything is asked of it.
+    on_restored: called when it has them, before anything is asked of it. publish: writes the files of a version that
+    has none, so that they can be pushed again, and returns the digest of their manifest.
     """
 
     def __init__(self, transport: Transport, ticker: Ticker) -> None:
@@ -58,6 +61,8 @@ class Holding:
         self.instances: frozenset[str] = frozenset()
         self.claimed: SessionRequest | None = None
         self.pushed: tuple[Pushed, ...] = ()
+        self._has_dropped = False
+        self.publish: Callable[[int], str] | None = None
         self.on_claimed_again: Callable[[], None] | None = None
         self.on_restored: Callable[[], None] | None = None
 
@@ -87,7 +92,16 @@ class Holding:
         before = [item for item in self.pushed if kind == "adapter" and item.version != version]
         kept = [item for item in before if item.version in response.loaded_versions]
         self.pushed = (*kept, Pushed(kind, version, digest))
+        self._has_dropped = False
         return response
+
+    def drop(self) -> None:
+        """No version is put back from here on, and there is nothing to prove, until the next one is confirmed."""
+        self.pushed, self._has_dropped = (), True
+
+    def received(self, version: int, digest: str) -> None:
+        """The server confirmed full weights that came without files."""
+        self.pushed, self._has_dropped = (Pushed("weights", version, digest, is_published=False),), False
 
     def clear(self, patience: Patience) -> AdapterResponse:
         assert self.claimed is not None, "claim the server first"
@@ -145,13 +159,20 @@ class Holding:
             self._is_whole = False
             self._post_claim(self.claimed, patience)
             self._before_versions()
+            self.pushed = tuple(self._published(item) for item in self.pushed)
             for item in self.pushed:
                 self._post_version(item, patience)
-            if self.on_restored is not None:
+            if self.on_restored is not None and not self._has_dropped:
                 self.on_restored()
             self._is_whole = True
         self.met(now)
         return is_forgotten
+
+    def _published(self, item: Pushed) -> Pushed:
+        if item.is_published:
+            return item
+        assert self.publish is not None, "who sends versions without files can publish them"
+        return Pushed(item.kind, item.version, self.publish(item.version))
 
     def _before_versions(self) -> None:
         """What the hook pushes is its own affair, and gives way to the versions that come back after it."""

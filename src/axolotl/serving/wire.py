@@ -62,7 +62,8 @@ WeightTransport = Literal["files", "nccl"]
 class ServerInfo(Body):
     """`GET /server_info/`.
 
-    device: `cpu`, `cuda`, ... weight_transports: how full weights may arrive, besides adapters.
+    device: `cpu`, `cuda`, ... weight_transports: how full weights may arrive, besides adapters. weight_ranks: with
+    `nccl` the GPUs (their uuids) that receive them, one a worker.
     """
 
     server: Literal["axolotl"]
@@ -74,6 +75,7 @@ class ServerInfo(Body):
     dtype: str
     device: str
     weight_transports: list[WeightTransport]
+    weight_ranks: list[str] = Field(default_factory=list)
     max_model_len: int
     max_lora_rank: int | None
     adapter_version: int
@@ -83,6 +85,10 @@ class ServerInfo(Body):
 
 MAX_INT = 2**31 - 1
 """Of versions, process ids and counts: a number that fits everywhere it goes."""
+MAX_TENSORS = 2**17
+TRANSFER_CHUNK_BYTES = 2**28
+"""Tensors travel over NCCL packed into pieces of about this size. Both sides must cut them in the same places."""
+TRANSFER_NUM_CHUNKS = 2
 CANARY_VERSION = 2**30
 """The version number of the adapter that proves the way to the server; no run has so many steps."""
 RunId = Annotated[str, Field(pattern=r"^[a-z0-9-]{1,64}$")]
@@ -276,6 +282,45 @@ class SetWeightsRequest(Body):
     manifest_sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
 
 
+class LinkRequest(Body):
+    """`POST /link_weights/`: join the trainer in a group of NCCL, the trainer as rank 0 and the workers of
+    `ServerInfo.weight_ranks` after it; a link that was there before is dropped. Answered when all have joined.
+
+    unique_id: NCCL's, 128 bytes in base64. It names the trainer's end and is the secret of the group.
+    """
+
+    run_id: RunId
+    unique_id: str = Field(pattern=r"^[A-Za-z0-9+/]{171}=$")
+
+
+class LinkResponse(Body):
+    instance_id: str
+    num_ranks: int
+
+
+class TensorLayout(Body):
+    name: str = Field(pattern=r"^[!-~]{1,512}$")
+    dtype: Literal["float64", "float32", "float16", "bfloat16"]
+    shape: list[Annotated[int, Field(ge=0, le=MAX_INT)]] = Field(max_length=8)
+
+
+class TransferRequest(Body):
+    """`POST /receive_weights/`: full weights of a version over the link, in the order of `tensors`.
+
+    `check`: whether they could be received now; changes nothing. `receive`: replaces what is served as `/set_weights/`
+    does, while the trainer sends; answered when they are served. `cancel`: the trainer cannot go on sending; what is
+    being received is half a model, so the engine is given up.
+
+    sha256: a digest of what is announced, which the answer repeats as `manifest_sha256`.
+    """
+
+    run_id: RunId
+    version: int = Field(ge=1, le=MAX_INT)
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    tensors: list[TensorLayout] = Field(min_length=1, max_length=MAX_TENSORS)
+    action: Literal["check", "receive", "cancel"]
+
+
 class SetAdapterRequest(Body):
     """`POST /set_lora_adapter/`: by opaque ids, never by path. The server reads
     `<sync_dir>/adapters/<run_id>/v<version>/` and checks the manifest against the digest."""
@@ -286,7 +331,7 @@ class SetAdapterRequest(Body):
 
 
 class AdapterResponse(Body):
-    """Answer of `/set_lora_adapter/`, `/clear_lora_adapter/` and `/set_weights/`.
+    """Answer of `/set_lora_adapter/`, `/clear_lora_adapter/`, `/set_weights/` and `/receive_weights/`.
 
     num_modules: how many modules of the model the adapter really reached; with full weights, how many tensors were
     replaced. loaded_versions: those still held; a directory may be deleted when its version is not among them.

@@ -21,7 +21,13 @@ from axolotl.serving.engines.full_weights import check_weight_files, copy_tensor
 from axolotl.serving.engines.lora import LoraPair, read_adapter
 from axolotl.serving.engines.merging import MergedWeights
 from axolotl.serving.engines.options import token_rules
-from axolotl.serving.engines.protocol import EngineName, EngineProgress, EngineRejects, EngineSettings
+from axolotl.serving.engines.protocol import (
+    EngineName,
+    EngineProgress,
+    EngineRejects,
+    EngineSettings,
+    WeightReceiver,
+)
 from axolotl.serving.engines.scoring import score
 from axolotl.serving.engines.transformers_start import load
 from axolotl.serving.engines.work import Work
@@ -38,6 +44,7 @@ class TransformersEngine:
 
     name: EngineName = "transformers"
     weight_transports: tuple[WeightTransport, ...] = ("files",)
+    receiver: WeightReceiver | None = None
 
     def __init__(
         self,

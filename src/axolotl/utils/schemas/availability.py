@@ -65,7 +65,6 @@ def _has_reward_model(value: list[str] | None, _: AxolotlConfig) -> bool:
 TRAINING: tuple[Row, ...] = (
     Row("trl.vllm_mode", lambda value, _: value == "colocate", "set server, or leave it out"),
     Row("trl.vllm_enable_sleep_mode", _set, "it belongs to vllm_mode: colocate; leave it out"),
-    Row("trl.weight_sync", lambda value, _: value == "nccl", "set files, or auto, which is files for now"),
     Row("trl.async_prefetch", _set, "set false: generation and training take turns"),
     Row("trl.prefetch_depth", _above(1), "set 1"),
     Row("trl.streaming_partial_batch", _set, "set false: the whole batch is scored at once"),

@@ -21,6 +21,7 @@ from axolotl.core.run.signals import StopRequest
 from axolotl.core.trainers.grpo import assembly, specs
 from axolotl.core.trainers.grpo.args import grpo_arguments
 from axolotl.core.trainers.grpo.rewards.loading import load_rewards
+from axolotl.core.trainers.grpo.weight_sync.transport import TrainerSide
 from axolotl.data.prompts import prepare_prompts
 from axolotl.loaders.precision import Precision
 from axolotl.serving.link import ServerLink
@@ -238,6 +239,16 @@ def sync_parts(config: AxolotlConfig) -> tuple[Any, dict[str, Any]]:
     return given[0]
 
 
+def transport(config: AxolotlConfig) -> str:
+    """How full weights travel where trainer and server are vLLM on a GPU each."""
+    info = SimpleNamespace(device="cuda", weight_transports=["files", "nccl"], weight_ranks=["GPU-1"])
+    server = ServerLink(cast(Any, SimpleNamespace(info=info)), Path("sync/adapters/run-1"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(assembly, "trainer_side", lambda device: TrainerSide(device, "GPU-2", has_vllm=True))
+        full = config.model_copy(update={"trl": config.trl.model_copy(update={"vllm_lora_sync": False})})
+        return assembly._transport(cast(Any, SimpleNamespace(config=full, device="cuda")), server)
+
+
 PRODUCER = {"use_data_producer": True}
 TABLE: dict[str, Reaches | Refused] = {
     "use_vllm": Reaches(True, uses_server, True),
@@ -282,7 +293,7 @@ TABLE: dict[str, Reaches | Refused] = {
     "prefetch_depth": Refused(2, PRODUCER),
     "vllm_sync_interval": Reaches(5, pipeline("sync_interval"), 5, WITH_SERVER, SERVED),
     "vllm_lora_sync": Reaches(True, sends_adapter, True, {"use_vllm": True}, SERVED),
-    "weight_sync": Refused("nccl"),
+    "weight_sync": Reaches("files", transport, "files", WITH_SERVER, SERVED),
     "sync_check_interval": Reaches(3, checks, 3, WITH_SERVER, SERVED),
     "streaming_partial_batch": Refused(True, PRODUCER),
     "streaming_min_groups": Refused(2, PRODUCER),
