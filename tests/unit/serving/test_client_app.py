@@ -13,7 +13,7 @@ import pytest
 
 from axolotl.errors import ServerError
 from axolotl.serving.client import ServerClient
-from axolotl.serving.engines.protocol import Engine
+from axolotl.serving.engines.protocol import Engine, EngineProgress
 from axolotl.serving.processes import ProcessTable
 from axolotl.serving.session import LEASE_S
 from tests.fakes.engine import FAKE_FINGERPRINT, FakeEngine
@@ -95,6 +95,53 @@ def hold(engine: FakeEngine) -> Awaitable[list[list[float]]]:
         return []
 
     return asyncio.ensure_future(wait())
+
+
+class BusyEngine(FakeEngine):
+    """Changes nothing before somebody has looked at its progress `LOOKS` times, and makes tokens meanwhile."""
+
+    LOOKS = 8
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.load_gate.clear()
+
+    def progress(self) -> EngineProgress:
+        self.work += 1
+        if self.work == self.LOOKS:
+            self.load_gate.set()
+        return super().progress()
+
+    async def load_adapter(self, version: int, directory: Path) -> int:
+        await self.load_gate.wait()
+        return await super().load_adapter(version, directory)
+
+    async def reset(self) -> None:
+        await self.load_gate.wait()
+        await super().reset()
+
+
+@pytest.mark.parametrize("waits", ["claim", "push"])
+def test_a_call_that_waits_behind_others_is_done_once_or_has_no_trace_of_its_repetitions(
+    waits: str, tmp_path: Path
+) -> None:
+    timeout_s = 0.8
+    with ExitStack() as stack:
+        engine = BusyEngine()
+        client = stack.enter_context(serve(stack, tmp_path, engine, "one").client(timeout_s))
+        client.wait_ready()
+        if waits == "push":
+            engine.load_gate.set()
+        client.claim("r", FAKE_FINGERPRINT)
+        if waits == "push":
+            engine.load_gate.clear()
+        digest = publish_fake(tmp_path, "r", 1)
+        began = time.monotonic()
+        assert client.set_adapter(1, digest).loaded_versions == [1]
+        assert waits == "claim" or time.monotonic() - began > timeout_s
+        assert engine.work >= engine.LOOKS and engine.calls.count("load v1") == 1
+        assert engine.calls[-1] == "load v1" and client.info.instance_id == "one"
+        assert client.generate(request_for(version=1)).adapter_version == 1
 
 
 def test_a_run_that_was_paused_comes_back_when_another_has_had_the_server(tmp_path: Path) -> None:
