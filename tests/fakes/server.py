@@ -85,6 +85,7 @@ class ScriptedServer:
 
     Settable at any time: faults, health (`ok`, `loading`, `failed`, `silent`, `stranger`), push_refusals,
     claim_refusal, fingerprint; num_unanswered: so many claims, pushes and clears are taken and never answered;
+    num_silent_infos: so many questions who it is are not answered;
     working: how the counter of `/progress/` does meanwhile, `grows`, `stands` or `silent` (no answer).
     """
 
@@ -97,7 +98,7 @@ class ScriptedServer:
         self.claim_refusal: tuple[int, ErrorBody] | None = None
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.makers: dict[int, str] = {}
-        self.num_unanswered = 0
+        self.num_unanswered = self.num_silent_infos = 0
         self.working: Literal["grows", "stands", "silent"] = "stands"
         self.asked = threading.Semaphore(0)
         self.renewed = threading.Event()
@@ -236,6 +237,9 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path == "/health/":
             self._health(self.fake.health.pop(0) if self.fake.health else "ok")
         elif self.path == "/server_info/":
+            if self.fake.num_silent_infos > 0:
+                self.fake.num_silent_infos -= 1
+                self.fake.hold()
             self._answer(self.fake.info())
         else:
             fake = self.fake

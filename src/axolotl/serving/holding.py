@@ -145,7 +145,7 @@ class Holding:
             ServerError: `E-SRV-07` it has another base model now, `E-SRV-06` another run has taken it.
             SyncError: a version cannot be pushed again.
         """
-        before, now = self.info, ask_info(self._transport)
+        before, now = self.info, ask_info(self._transport, patience.look_s())
         if before is not None and (unequal := differences(now.fingerprint, before.fingerprint)):
             raise ServerError(
                 f"the server at {self._transport.url} came back with another model: {now.fingerprint.base_model}",

@@ -96,6 +96,18 @@ def test_what_is_put_back_after_a_restart_may_take_its_time_too(server: Scripted
     assert time.monotonic() - began > 2 * TIMEOUT_S
 
 
+def test_a_server_that_stops_while_it_is_asked_who_it_is_costs_a_part_of_the_timeout(
+    server: ScriptedServer, connect: Connect
+) -> None:
+    client = connect(4.0)
+    client.claim("r", FAKE_FINGERPRINT)
+    server.restart()
+    server.num_silent_infos = 1
+    began = time.monotonic()
+    assert client.set_adapter(1, DIGEST).instance_id == "instance-2"
+    assert time.monotonic() - began < 4.0
+
+
 def test_a_server_without_room_is_waited_for_while_it_makes_tokens(server: ScriptedServer, connect: Connect) -> None:
     client = connect(TIMEOUT_S)
     client.claim("r", FAKE_FINGERPRINT)
