@@ -23,6 +23,7 @@ from typing import NoReturn
 import psutil
 
 from axolotl.errors import AxolotlError, EnvironmentFault, ServerError
+from axolotl.loaders.refusals import OWN_CODE_DO, OWN_CODE_WHY, needs_own_code
 from axolotl.scripts.serve_settings import choose_engine, engine_settings, max_adapters, without_effect
 from axolotl.serving.app import ServerState, build_app
 from axolotl.serving.engines.protocol import Engine, EngineName, EngineSettings
@@ -227,6 +228,8 @@ def start_failure(error: Exception) -> AxolotlError:
     """One line for whatever kept the engine from starting."""
     if isinstance(error, AxolotlError):
         return error
+    if needs_own_code(error):
+        return EnvironmentFault("the engine failed to start", code="E-ENV-05", why=OWN_CODE_WHY, do=OWN_CODE_DO)
     lines = str(error).strip().splitlines()
     return EnvironmentFault(
         "the engine failed to start",
