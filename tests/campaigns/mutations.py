@@ -228,7 +228,8 @@ class Generator:
         return Valid("/set_weights/", {"run_id": RUN, "version": 1, "manifest_sha256": "0" * 64})
 
     def _link(self) -> Valid:
-        return Valid("/link_weights/", {"run_id": RUN, "unique_id": "A" * 171 + "="})
+        action = self._random.choice(["join", "leave"])
+        return Valid("/link_weights/", {"run_id": RUN, "unique_id": "A" * 171 + "=", "action": action})
 
     def _transfer(self) -> Valid:
         body = {
@@ -236,7 +237,7 @@ class Generator:
             "version": 1,
             "sha256": "0" * 64,
             "tensors": [{"name": "model.norm.weight", "dtype": "float32", "shape": [8]}],
-            "action": self._random.choice(["check", "receive", "cancel"]),
+            "action": self._random.choice(["check", "receive"]),
         }
         return Valid("/receive_weights/", body)
 

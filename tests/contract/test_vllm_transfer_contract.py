@@ -163,8 +163,8 @@ class Link:
             raise self.fault
         return "served"
 
-    def cancel(self, transfer: TransferRequest) -> None:
-        self.calls.append(("cancel", threading.current_thread().name))
+    def leave(self, unique_id: str) -> None:
+        self.calls.append(("leave", unique_id))
 
 
 class Group:
@@ -219,4 +219,4 @@ def test_vllms_helper_refuses_tensors_that_were_not_announced(monkeypatch: pytes
     sender, link, group, _ = real_sender(monkeypatch)
     with pytest.raises(TransferFailed, match="disagrees"):
         sender.send(link, TRANSFER, Other())
-    assert link.calls[-1][0] == "cancel" and group.is_destroyed.is_set()
+    assert link.calls[-1][0] == "leave" and group.is_destroyed.is_set()

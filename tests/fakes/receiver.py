@@ -17,7 +17,7 @@ class FakeReceiver:
     """A `WeightReceiver` of one worker. received: what came under each version, by name.
 
     link_fault: raised instead of joining. refusal: raised by `check`. breaks_after: the engine breaks when so many
-    tensors have come. started: set when `receive` begins. broken: set when the engine was given up.
+    tensors have come. linking, started: set when `link` and `receive` begin. broken: set when the engine was given up.
     """
 
     ranks = ("GPU-1111",)
@@ -30,6 +30,7 @@ class FakeReceiver:
         self.link_fault: Exception | None = None
         self.refusal: EngineRejects | None = None
         self.breaks_after: int | None = None
+        self.linking = asyncio.Event()
         self.started = asyncio.Event()
         self.broken = asyncio.Event()
 
@@ -46,7 +47,12 @@ class FakeReceiver:
         self.unlink()
         if self.link_fault is not None:
             raise self.link_fault
-        self._group = await asyncio.to_thread(self._nccl.join_worker, unique_id, 1 + len(self.ranks))
+        self.linking.set()
+        try:
+            self._group = await asyncio.to_thread(self._nccl.join_worker, unique_id, 1 + len(self.ranks))
+        except asyncio.CancelledError:
+            self.broken.set()
+            raise
         self.num_links += 1
 
     def check(self, tensors: Sequence[TensorLayout]) -> None:

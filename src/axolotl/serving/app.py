@@ -243,29 +243,30 @@ def _add_transfers(app: FastAPI, state: ServerState, metrics: ServerMetrics) -> 
     async def link_weights(request: LinkRequest, connection: Request) -> Response:
         serving = state.require()
         with serving.session.request(request.run_id):
-            try:
-                work = _or_broken(state, serving.transfers.link(request.unique_id))
-                num_ranks = await unless_gone(connection.receive, work)
-            except ClientGone:
-                return Response(status_code=499)
+            num_ranks = 0
+            if request.action == "leave":
+                serving.transfers.leave(request.unique_id)
+            else:
+                try:
+                    work = _or_broken(state, serving.transfers.link(request.unique_id))
+                    num_ranks = await unless_gone(connection.receive, work)
+                except ClientGone:
+                    return Response(status_code=499)
             return _json(LinkResponse(instance_id=state.instance_id, num_ranks=num_ranks))
 
     @app.post("/receive_weights/")
     async def receive_weights(request: TransferRequest, connection: Request) -> Response:
         serving = state.require()
         with serving.session.request(request.run_id):
-            match request.action:
-                case "check":
-                    serving.transfers.check(request)
-                case "cancel":
-                    serving.transfers.cancel()
-                case "receive":
-                    try:
-                        with metrics.loading("weights"):
-                            work = _or_broken(state, serving.transfers.receive(request))
-                            await unless_gone(connection.receive, work)
-                    except ClientGone:
-                        return Response(status_code=499)
+            if request.action == "check":
+                serving.transfers.check(request)
+            else:
+                try:
+                    with metrics.loading("weights"):
+                        work = _or_broken(state, serving.transfers.receive(request))
+                        await unless_gone(connection.receive, work)
+                except ClientGone:
+                    return Response(status_code=499)
             return _json(serving.versions.response())
 
 

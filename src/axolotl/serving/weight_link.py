@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from axolotl.errors import SyncError
 from axolotl.serving.handshake import Say
 from axolotl.serving.holding import Holding
@@ -37,10 +39,11 @@ class WeightLink:
 
     def link(self, unique_id: str) -> None:
         """Return when all of the server's workers are in the group `unique_id` (base64)."""
-        request = LinkRequest(run_id=self.run_id, unique_id=unique_id)
-        self._transport.post(
-            "/link_weights/", request, LinkResponse, self._timeout_s, self._holding.instance_id, SyncError
-        )
+        self._post_link(unique_id, "join")
+
+    def leave(self, unique_id: str) -> None:
+        """Tell the server that this side will not come, or sends no more: an engine that waits for it is given up."""
+        self._post_link(unique_id, "leave")
 
     def check(self, transfer: TransferRequest) -> None:
         """Return when the server could receive it now. Raises `E-SYN-13` when it is not linked."""
@@ -58,10 +61,6 @@ class WeightLink:
             )
         return answer
 
-    def cancel(self, transfer: TransferRequest) -> None:
-        """Tell the server that nothing will come: it gives up its engine, which waits for it."""
-        self._post(transfer, "cancel")
-
     def forget(self) -> None:
         """Before a transfer: no version before it is put back on a server that comes back."""
         self._holding.drop()
@@ -69,6 +68,12 @@ class WeightLink:
     def confirm(self, transfer: TransferRequest) -> None:
         """After a transfer: a server that comes back is given this version."""
         self._holding.received(transfer.version, transfer.sha256)
+
+    def _post_link(self, unique_id: str, action: Literal["join", "leave"]) -> None:
+        request = LinkRequest(run_id=self.run_id, unique_id=unique_id, action=action)
+        self._transport.post(
+            "/link_weights/", request, LinkResponse, self._timeout_s, self._holding.instance_id, SyncError
+        )
 
     def _post(self, transfer: TransferRequest, action: str) -> AdapterResponse:
         body = transfer.model_copy(update={"action": action})

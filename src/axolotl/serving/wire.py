@@ -287,10 +287,13 @@ class LinkRequest(Body):
     `ServerInfo.weight_ranks` after it; a link that was there before is dropped. Answered when all have joined.
 
     unique_id: NCCL's, 128 bytes in base64. It names the trainer's end and is the secret of the group.
+    action: `leave`, the trainer could not join this group, or cannot go on sending. Workers may wait for it inside
+        NCCL, so an engine that is joining or receiving is given up; a `join` that comes after its `leave` is refused.
     """
 
     run_id: RunId
     unique_id: str = Field(pattern=r"^[A-Za-z0-9+/]{171}=$")
+    action: Literal["join", "leave"] = "join"
 
 
 class LinkResponse(Body):
@@ -308,8 +311,7 @@ class TransferRequest(Body):
     """`POST /receive_weights/`: full weights of a version over the link, in the order of `tensors`.
 
     `check`: whether they could be received now; changes nothing. `receive`: replaces what is served as `/set_weights/`
-    does, while the trainer sends; answered when they are served. `cancel`: the trainer cannot go on sending; what is
-    being received is half a model, so the engine is given up.
+    does, while the trainer sends; answered when they are served.
 
     sha256: a digest of what is announced, which the answer repeats as `manifest_sha256`.
     """
@@ -318,7 +320,7 @@ class TransferRequest(Body):
     version: int = Field(ge=1, le=MAX_INT)
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
     tensors: list[TensorLayout] = Field(min_length=1, max_length=MAX_TENSORS)
-    action: Literal["check", "receive", "cancel"]
+    action: Literal["check", "receive"]
 
 
 class SetAdapterRequest(Body):

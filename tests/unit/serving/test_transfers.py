@@ -25,7 +25,7 @@ from tests.support.adapters import publish_fake_weights
 
 RUN = "run-0123456789ab"
 HEADERS = {"authorization": "Bearer secret"}
-UNIQUE_ID = FakeNccl().new_id()
+UNIQUE_ID = bytes(range(128))
 LAYOUT = [{"name": "a", "dtype": "float32", "shape": [2]}, {"name": "b", "dtype": "float32", "shape": []}]
 TENSORS = [torch.tensor([1.0, 2.0]), torch.tensor(3.0)]
 CLAIM = {"run_id": RUN, "host": "elsewhere", "pid": 1, "fingerprint": FAKE_FINGERPRINT.model_dump()}
@@ -40,9 +40,10 @@ class Trainer:
         self.nccl = nccl
         self.receiver = receiver
         self.group: Communicator | None = None
+        self.unique_id = b""
 
     async def link(self) -> dict[str, Any]:
-        unique_id = self.nccl.new_id()
+        unique_id = self.unique_id = self.nccl.new_id()
         joining = asyncio.to_thread(self.nccl.join_trainer, unique_id, 0, 2, 0)
         self.group, reply = await asyncio.gather(joining, self.post("/link_weights/", unique_id=encoded(unique_id)))
         assert reply.status_code == 200, reply.text
@@ -54,6 +55,11 @@ class Trainer:
 
     async def post(self, path: str, **body: Any) -> httpx.Response:
         return await self.client.post(path, json={"run_id": RUN, **body})
+
+    async def leave(self, unique_id: bytes | None = None) -> None:
+        group = encoded(unique_id if unique_id is not None else self.unique_id)
+        reply = await self.post("/link_weights/", unique_id=group, action="leave")
+        assert reply.json() == {"instance_id": "i-1", "num_ranks": 0}
 
     async def send(self) -> None:
         for tensor in TENSORS:
@@ -139,11 +145,13 @@ def test_everything_that_can_be_refused_is_refused_before_the_trainer_sends(tmp_
         ("/link_weights/", "unique_id", "A" * 172),
         ("/link_weights/", "unique_id", "A" * 170 + "-="),
         ("/link_weights/", "unique_id", ""),
+        ("/link_weights/", "unique_id", None),
+        ("/link_weights/", "action", "stay"),
         ("/link_weights/", "master_address", "10.0.0.1"),
         ("/receive_weights/", "version", 0),
         ("/receive_weights/", "sha256", "x"),
         ("/receive_weights/", "tensors", []),
-        ("/receive_weights/", "action", "start"),
+        ("/receive_weights/", "action", "cancel"),
         ("/receive_weights/", "tensors", [{**LAYOUT[0], "dtype": "int64"}]),
         ("/receive_weights/", "tensors", [{**LAYOUT[0], "shape": [-1]}]),
         ("/receive_weights/", "tensors", [{**LAYOUT[0], "shape": [1] * 9}]),
@@ -187,6 +195,20 @@ def test_workers_that_cannot_join_leave_the_server_as_it_was(tmp_path: Path) -> 
     with_trainer(tmp_path, body)
 
 
+def test_workers_that_wait_for_a_trainer_that_could_not_join_are_given_up(tmp_path: Path) -> None:
+    async def body(one: Trainer) -> None:
+        joining = asyncio.ensure_future(one.post("/link_weights/", unique_id=encoded(UNIQUE_ID)))
+        await one.receiver.linking.wait()
+        assert outcome(await one.post("/link_weights/", unique_id=encoded(UNIQUE_ID))) == (409, "E-SYN-13")
+        await one.leave(bytes(128))
+        assert not joining.done(), "it was another group"
+        await one.leave(UNIQUE_ID)
+        assert outcome(await joining) == (503, "E-SRV-23")
+        assert one.receiver.broken.is_set()
+
+    with_trainer(tmp_path, body)
+
+
 def test_a_link_of_which_nothing_is_known_breaks_the_server(tmp_path: Path) -> None:
     async def body(one: Trainer) -> None:
         one.receiver.link_fault = ServerError("vLLM did not answer within 300 s", code="E-SRV-05")
@@ -212,7 +234,7 @@ def test_a_failed_transfer_breaks_the_server_as_a_failed_reload_does(tmp_path: P
     with_trainer(tmp_path, body)
 
 
-def test_what_the_trainer_cancels_is_given_up(tmp_path: Path) -> None:
+def test_what_the_trainer_cannot_go_on_with_is_given_up(tmp_path: Path) -> None:
     """It sent the first tensor and cannot go on; the worker waits inside NCCL, where nothing reaches it."""
 
     async def body(one: Trainer) -> None:
@@ -220,7 +242,7 @@ def test_what_the_trainer_cancels_is_given_up(tmp_path: Path) -> None:
         receiving = asyncio.ensure_future(one.transfer("receive"))
         await one.receiver.started.wait()
         assert outcome(await one.transfer("receive", 2)) == (409, "E-SYN-13"), "one at a time"
-        assert (await one.transfer("cancel")).status_code == 200
+        await one.leave()
         assert outcome(await receiving) == (503, "E-SRV-23")
         assert one.receiver.broken.is_set(), "the engine is told"
         assert one.state.serving is not None
@@ -230,10 +252,13 @@ def test_what_the_trainer_cancels_is_given_up(tmp_path: Path) -> None:
     with_trainer(tmp_path, body)
 
 
-def test_a_cancel_that_comes_first_is_not_forgotten(tmp_path: Path) -> None:
+def test_who_left_before_the_request_came_is_not_waited_for(tmp_path: Path) -> None:
     async def body(one: Trainer) -> None:
+        await one.leave(UNIQUE_ID)
+        reply = await one.post("/link_weights/", unique_id=encoded(UNIQUE_ID))
+        assert outcome(reply) == (503, "E-SRV-23") and not one.receiver.linking.is_set()
         await one.link()
-        assert (await one.transfer("cancel")).status_code == 200
+        await one.leave()
         assert outcome(await one.transfer("receive")) == (409, "E-SYN-13")
         assert not one.receiver.broken.is_set(), "nothing had begun"
         await one.link()

@@ -90,19 +90,21 @@ class NcclSender:
         self._device = device
         self._library = library
         self._group: Group | None = None
+        self._unique_id = ""
 
     def connect(self, link: WeightLink, num_workers: int) -> None:
         """Join a new group with the server's workers. Raises `TransferFailed`."""
         self.close()
         try:
             library = self._library()
-            unique_id = library.new_id()
+            raw = library.new_id()
+            unique_id = self._unique_id = base64.b64encode(raw).decode()
             joining = _in_thread(
                 "nccl-join",
-                lambda: library.join(unique_id, rank=0, world_size=1 + num_workers, device=self._device),
+                lambda: library.join(raw, rank=0, world_size=1 + num_workers, device=self._device),
             )
-            asking = _in_thread("nccl-link", lambda: link.link(base64.b64encode(unique_id).decode()))
-            self._group = _both(joining, asking, link.timeout_s)
+            asking = _in_thread("nccl-link", lambda: link.link(unique_id))
+            self._group = _both(joining, asking, link, unique_id)
         except Exception as error:
             raise TransferFailed(_reason(error)) from error
 
@@ -123,9 +125,7 @@ class NcclSender:
         except Exception as error:
             self.close()
             if control.problem is None:
-                # The server waits for what will not come.
-                with suppress(Lost, AxolotlError):
-                    link.cancel(transfer)
+                _leave(link, self._unique_id)
             raise TransferFailed(_reason(control.problem or error)) from error
         assert control.answer is not None, "vLLM's helper asks the server, and waits for its answer"
         return control.answer
@@ -198,17 +198,23 @@ def _in_thread(name: str, work: Callable[[], T]) -> Future[T]:
     return future
 
 
-def _both(joining: Future[Group], asking: Future[None], timeout_s: float) -> Group:
+def _both(joining: Future[Group], asking: Future[None], link: WeightLink, unique_id: str) -> Group:
     """The group, once both sides are in it."""
-    wait((joining, asking), timeout_s, FIRST_EXCEPTION)
-    for half in (asking, joining):
-        if half.done() and half.exception() is not None:
-            joining.add_done_callback(_left)
-            half.result()
-    if not (joining.done() and asking.done()):
-        joining.add_done_callback(_left)
-        raise TransferFailed(f"trainer and server did not find each other within {timeout_s:.0f} s")
-    return joining.result()
+    halves: list[Future[Any]] = [asking, joining]
+    wait(halves, link.timeout_s, FIRST_EXCEPTION)
+    problem = next((half.exception() for half in halves if half.done() and half.exception() is not None), None)
+    if problem is None and all(half.done() for half in halves):
+        return joining.result()
+    joining.add_done_callback(_left)
+    if not asking.done():
+        _leave(link, unique_id)
+    raise problem or TransferFailed(f"trainer and server did not find each other within {link.timeout_s:.0f} s")
+
+
+def _leave(link: WeightLink, unique_id: str) -> None:
+    """The server waits for what will not come."""
+    with suppress(Lost, AxolotlError):
+        link.leave(unique_id)
 
 
 def _left(joining: Future[Group]) -> None:

@@ -202,7 +202,7 @@ def test_a_trainer_that_cannot_go_on_tells_the_server(
     group, receiver = world.nccl.communicators[0], world.receiver
     receiver.started.clear()
     link, failed = world.delivery._link, threading.Event()
-    monkeypatch.setattr(link, "cancel", after(link.cancel, failed))
+    monkeypatch.setattr(link, "leave", after(link.leave, failed))
     if is_early:
         monkeypatch.setattr(link, "receive", before(link.receive, failed))
 

@@ -28,6 +28,11 @@ TRANSFER = TransferRequest.model_validate(
 )
 
 
+def encoded(number: int) -> str:
+    """The id of the group that was made as number so."""
+    return base64.b64encode(number.to_bytes(128, "big")).decode()
+
+
 class Source:
     def metadata(self) -> list[Announced]:
         return [Announced(tensor.name, torch.float32, (1,)) for tensor in TRANSFER.tensors]
@@ -46,10 +51,12 @@ class Link:
         self.fault: Exception | None = None
         self.worker: Communicator | None = None
         self.threads: list[str] = []
-        self.num_cancels = 0
+        self.asked: list[str] = []
+        self.left: list[str] = []
 
     def link(self, unique_id: str) -> None:
         self.threads.append(threading.current_thread().name)
+        self.asked.append(unique_id)
         if self.fault is not None:
             raise self.fault
         self.worker = self.nccl.join_worker(unique_id, 3)
@@ -63,10 +70,10 @@ class Link:
             self.worker.receive()
         return SimpleNamespace(num_modules=3)
 
-    def cancel(self, transfer: TransferRequest) -> None:
-        self.num_cancels += 1
-        assert self.worker is not None
-        self.worker.destroy()
+    def leave(self, unique_id: str) -> None:
+        self.left.append(unique_id)
+        if self.worker is not None:
+            self.worker.destroy()
 
 
 @pytest.fixture
@@ -114,6 +121,7 @@ def test_a_new_link_has_a_new_id_and_ends_the_old_one(nccl: FakeNccl) -> None:
     sender, link = connected(nccl)
     sender.connect(link, 2)
     old, new = nccl.communicators
+    assert link.asked == [encoded(1), encoded(2)]
     assert old.is_destroyed and not new.is_destroyed
     sender.close()
 
@@ -131,6 +139,14 @@ def test_a_server_that_cannot_be_asked_is_not_waited_for_in_nccl(nccl: FakeNccl,
     with pytest.raises(TransferFailed) as caught:
         sender.connect(link, 2)  # type: ignore[arg-type]
     assert reason in str(caught.value)
+
+
+def test_a_server_whose_workers_wait_is_told_that_the_trainer_could_not_join(nccl: FakeNccl) -> None:
+    nccl.join_fault = RuntimeError("NCCL error: unhandled cuda error")
+    sender, link = NcclSender(0, nccl.library), Link(nccl)
+    with pytest.raises(TransferFailed, match="unhandled cuda error"):
+        sender.connect(link, 2)  # type: ignore[arg-type]
+    assert link.left == [encoded(1)]
 
 
 def test_a_meeting_has_a_deadline_and_who_joins_too_late_leaves(nccl: FakeNccl) -> None:
@@ -157,7 +173,7 @@ def test_a_server_that_fails_ends_the_broadcast(nccl: FakeNccl, fault: Exception
     link.fault = fault
     with pytest.raises(TransferFailed):
         sender.send(link, TRANSFER, Source())
-    assert nccl.communicators[0].is_destroyed and link.num_cancels == 0, "it knows already"
+    assert nccl.communicators[0].is_destroyed and link.left == [], "it knows already"
 
 
 def test_nothing_is_handed_to_a_communicator_that_was_aborted(nccl: FakeNccl, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,14 +209,4 @@ def test_a_broadcast_that_fails_is_told_to_the_server(nccl: FakeNccl, monkeypatc
     monkeypatch.setattr(nccl.communicators[0], "broadcast", broken)
     with pytest.raises(TransferFailed, match="out of memory"):
         sender.send(link, TRANSFER, Source())
-    assert link.num_cancels == 1 and nccl.communicators[0].is_destroyed
-
-
-def test_the_id_travels_as_base64_of_128_bytes(nccl: FakeNccl) -> None:
-    asked: list[str] = []
-    sender, link = NcclSender(0, nccl.library), Link(nccl)
-    link_once = link.link
-    link.link = lambda unique_id: (asked.append(unique_id), link_once(unique_id))[1]  # type: ignore[func-returns-value, method-assign]
-    sender.connect(link, 2)  # type: ignore[arg-type]
-    assert [len(base64.b64decode(unique_id, validate=True)) for unique_id in asked] == [128]
-    sender.close()
+    assert link.left == [encoded(1)] and nccl.communicators[0].is_destroyed
