@@ -62,7 +62,7 @@ def survive(engine: EngineName, faults: int, *, seed: int, directory: Path, mode
     steps = STEPS_A_FAULT * faults + 2
     options: dict[str, Any] = {"vllm__engine": engine, "trl__vllm_server_timeout": TIMEOUT_S[engine]}
     if engine == "vllm":
-        options["vllm__max_model_len"] = 128
+        options["vllm__max_model_len"] = 384
     calm, wild = directory / "calm", directory / "wild"
     for place in (calm, wild):
         disturbed_project(place, model, steps, num_questions=4 * steps, **options)

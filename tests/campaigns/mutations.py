@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from axolotl.serving.processes import own_namespace
+
 RUN = "run-0123456789ab"
 METHODS = ["PUT", "DELETE", "PATCH", "OPTIONS", "HEAD", "TRACE", "CONNECT", "post", "PROPFIND", "G" * 200]
 PATHS = [
@@ -155,7 +157,17 @@ class Generator:
 
     def _valid(self) -> Valid:
         make = self._random.choice(
-            [self._generate, self._generate, self._score, self._session, self._adapter, self._weights, self._clear]
+            [
+                self._generate,
+                self._generate,
+                self._score,
+                self._session,
+                self._adapter,
+                self._weights,
+                self._link,
+                self._transfer,
+                self._clear,
+            ]
             + [lambda: Valid(f"/{self._random.choice(['health', 'server_info', 'progress', 'metrics'])}/", None)]
         )
         return make()
@@ -197,6 +209,7 @@ class Generator:
             "run_id": RUN,
             "host": socket.gethostname(),
             "pid": os.getpid(),
+            "namespace": own_namespace(),
             "fingerprint": copy.deepcopy(self._fingerprint),
             "action": action,
         }
@@ -214,8 +227,22 @@ class Generator:
     def _weights(self) -> Valid:
         return Valid("/set_weights/", {"run_id": RUN, "version": 1, "manifest_sha256": "0" * 64})
 
+    def _link(self) -> Valid:
+        action = self._random.choice(["join", "leave"])
+        return Valid("/link_weights/", {"run_id": RUN, "unique_id": "A" * 171 + "=", "action": action})
+
+    def _transfer(self) -> Valid:
+        body = {
+            "run_id": RUN,
+            "version": 1,
+            "sha256": "0" * 64,
+            "tensors": [{"name": "model.norm.weight", "dtype": "float32", "shape": [8]}],
+            "action": self._random.choice(["check", "receive"]),
+        }
+        return Valid("/receive_weights/", body)
+
     def _clear(self) -> Valid:
-        return Valid("/clear_lora_adapter/", {})
+        return Valid("/clear_lora_adapter/", {"run_id": RUN})
 
     # What is done to them
 

@@ -44,6 +44,8 @@ START_S = 120.0
 ANSWER_S = 60.0
 MAX_SLOPE = 1 << 20
 """Bytes per 100 syncs."""
+MAX_VERSIONS = 3
+"""The current one, the one before, and one more for as long as a request on it runs."""
 
 
 @dataclass(frozen=True)
@@ -75,16 +77,23 @@ class Report:
         return 100 * statistics.median((b.memory - a.memory) / (b.sync - a.sync) for a, b in pairs)
 
     def growth(self, name: str) -> int:
-        """How much the largest of the last half of the samples is above the largest of the first half."""
+        """How much the last half of the samples is above the first half: by its largest value, or by its smallest for
+        what comes and goes with requests, since only what has piled up is there all the time."""
         values = [getattr(sample, name) for sample in self.samples]
         half = len(values) // 2
-        return max(values[half:]) - max(values[:half])
+        extreme = min if name in ("versions", "directories") else max
+        return extreme(values[half:]) - extreme(values[:half])
 
     def problems(self, *, with_memory: bool) -> list[str]:
         found = [f"a request failed: {text}" for text in self.failures]
         for name in ("files", "threads", "versions", "directories"):
             if self.growth(name) > 0:
                 found.append(f"{name}: {[getattr(sample, name) for sample in self.samples]}")
+        found += [
+            f"after sync {sample.sync}: {sample.versions} versions in {sample.directories} directories"
+            for sample in self.samples
+            if sample.versions > MAX_VERSIONS or sample.directories > sample.versions
+        ]
         if with_memory and self.memory_slope > MAX_SLOPE:
             found.append(f"memory: {[sample.memory >> 10 for sample in self.samples]} KB")
         if self.num_answers < self.num_syncs:

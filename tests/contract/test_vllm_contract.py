@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import threading
 import typing
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -115,6 +116,24 @@ def test_temperatures_below_the_lowest_are_raised_silently() -> None:
     lowest = vllm_sampling.LOWEST_TEMPERATURE
     assert SamplingParams(temperature=lowest / 2).temperature == lowest
     assert SamplingParams(temperature=lowest).temperature == lowest
+
+
+def test_a_regex_that_takes_too_long_to_compile_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vllm_environment: REGEX_COMPILE_S; vllm_requests: `completion`"""
+    from vllm.v1.engine import FinishReason
+    from vllm.v1.structured_output import backend_xgrammar, utils
+
+    monkeypatch.setenv("VLLM_REGEX_COMPILATION_TIMEOUT_S", "1")
+    never = threading.Event()
+    try:
+        with pytest.raises(ValueError, match="timed out after 1s"):
+            utils.compile_regex_with_timeout(lambda pattern: never.wait(60), "(a+)+b")
+    finally:
+        never.set()
+    assert utils.compile_regex_with_timeout(len, "(a+)+b") == 6
+    source = inspect.getsource(backend_xgrammar)
+    assert source.count("compile_regex_with_timeout(") == 2, "when a request comes in, and in the engine process"
+    assert str(FinishReason.ERROR) == "error"
 
 
 def test_children_of_a_request_get_consecutive_seeds() -> None:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from axolotl.errors import ServerError
 from axolotl.serving.engines.options import token_rules
 from axolotl.serving.engines.protocol import EngineName, EngineProgress, EngineRejects
 from axolotl.serving.manifest import ADAPTER_FILES
 from axolotl.serving.wire import Completion, Fingerprint, Group, Sampling, WeightTransport
+
+if TYPE_CHECKING:
+    from tests.fakes.receiver import FakeReceiver
 
 FAKE_FINGERPRINT = Fingerprint(
     base_model="fake", config="c1", tokenizer="t1", weights="w1", summary={"vocab_size": 100, "hidden_size": 8}
@@ -21,7 +25,8 @@ class FakeEngine:
     """calls: what was asked of it, in order. gate: `generate` waits for it, so a test decides when a request ends;
     between_groups: it waits for this one after each group. num_open: how many requests run. death: resolve it with a
     reason to make the engine die. load_gate: `load_weights` waits for it; breaks_on_load: it breaks the engine.
-    unload_gate: `unload_adapter` waits for it. on_load: called at the end of every load.
+    unload_gate: `unload_adapter` waits for it. on_load: called at the end of every load. receiver: takes weights over
+    NCCL, if there is one.
 
     The log-prob of a token under version v is `-(1 + v + token / 100)`.
     """
@@ -29,12 +34,19 @@ class FakeEngine:
     name: EngineName = "transformers"
     dtype = "float32"
     device = "cpu"
-    weight_transports: tuple[WeightTransport, ...] = ("files",)
     max_model_len = 64
     vocab_size = 100
 
-    def __init__(self, *, max_lora_rank: int | None = 16, fingerprint: Fingerprint = FAKE_FINGERPRINT) -> None:
+    def __init__(
+        self,
+        *,
+        max_lora_rank: int | None = 16,
+        fingerprint: Fingerprint = FAKE_FINGERPRINT,
+        receiver: FakeReceiver | None = None,
+    ) -> None:
         self.fingerprint = fingerprint
+        self.receiver = receiver
+        self.weight_transports: tuple[WeightTransport, ...] = ("files", "nccl") if receiver else ("files",)
         self.max_lora_rank = max_lora_rank
         self.num_modules = 4
         self.calls: list[str] = []
@@ -107,7 +119,7 @@ class FakeEngine:
         token_rules(sampling, frozenset())
 
     async def load_weights(self, version: int, directory: Path) -> int:
-        if (directory / "model.safetensors").read_bytes() == b"bad":
+        if any(path.read_bytes() == b"bad" for path in directory.glob("*.safetensors")):
             raise EngineRejects("the tensors are bad")
         await self.load_gate.wait()
         if self.breaks_on_load:
@@ -124,6 +136,8 @@ class FakeEngine:
         return await self.death
 
     async def reset(self) -> None:
+        if self.receiver is not None:
+            self.receiver.unlink()
         self.calls.append("reset")
 
     async def close(self) -> None:

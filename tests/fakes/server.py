@@ -22,6 +22,7 @@ from axolotl.serving.wire import (
     INSTANCE_HEADER,
     PROTOCOL_VERSION,
     Body,
+    ClearAdapterRequest,
     Completion,
     ErrorBody,
     Fingerprint,
@@ -79,10 +80,13 @@ class Fault:
 
 class ScriptedServer:
     """calls: (route, parsed body) of everything but health and renewals. loaded: the versions it holds.
+    makers: by the first token of a prompt, the instance that sent its group last.
     asked: released for each request to generate. renewed: set by each renewal.
 
     Settable at any time: faults, health (`ok`, `loading`, `failed`, `silent`, `stranger`), push_refusals,
-    claim_refusal, fingerprint.
+    claim_refusal, fingerprint; num_unanswered: so many claims, pushes and clears are taken and never answered;
+    num_silent_infos: so many questions who it is are not answered;
+    working: how the counter of `/progress/` does meanwhile, `grows`, `stands` or `silent` (no answer).
     """
 
     def __init__(self) -> None:
@@ -93,6 +97,9 @@ class ScriptedServer:
         self.push_refusals: list[tuple[int, ErrorBody]] = []
         self.claim_refusal: tuple[int, ErrorBody] | None = None
         self.calls: list[tuple[str, dict[str, Any]]] = []
+        self.makers: dict[int, str] = {}
+        self.num_unanswered = self.num_silent_infos = 0
+        self.working: Literal["grows", "stands", "silent"] = "stands"
         self.asked = threading.Semaphore(0)
         self.renewed = threading.Event()
         self.renewals = 0
@@ -230,9 +237,15 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path == "/health/":
             self._health(self.fake.health.pop(0) if self.fake.health else "ok")
         elif self.path == "/server_info/":
+            if self.fake.num_silent_infos > 0:
+                self.fake.num_silent_infos -= 1
+                self.fake.hold()
             self._answer(self.fake.info())
         else:
             fake = self.fake
+            if fake.working == "silent":
+                fake.hold()
+            fake.work += fake.working == "grows"
             counters = {"work": fake.work, "generated": fake.work, "running": 0, "adapter_version": fake.current}
             self._send(200, json.dumps({"instance_id": fake.instance_id, **counters}).encode())
 
@@ -244,14 +257,17 @@ class _Handler(BaseHTTPRequestHandler):
         self.fake.calls.append((self.path, body))
         if self.path == "/generate/":
             self.fake.asked.release()
+        elif self.fake.num_unanswered > 0:
+            self.fake.num_unanswered -= 1
+            self.fake.hold()
+            return
         match self.path:
             case "/session/":
                 self._session(SessionRequest.model_validate(body))
             case "/generate/":
                 self._generate(GenerateRequest.model_validate(body))
             case "/clear_lora_adapter/":
-                self.fake.loaded, self.fake.current = {}, 0
-                self._adapter()
+                self._clear(ClearAdapterRequest.model_validate(body))
             case _:
                 self._push(SetAdapterRequest.model_validate(body))
 
@@ -308,6 +324,14 @@ class _Handler(BaseHTTPRequestHandler):
         for old in list(fake.loaded)[:-2]:
             del fake.loaded[old]
         fake.current = request.version
+        self._adapter()
+
+    def _clear(self, request: ClearAdapterRequest) -> None:
+        fake = self.fake
+        if request.run_id != fake.run_id:
+            self._answer(ErrorBody(code="E-SRV-06", what="not yours", why=f"it is held by {fake.run_id}"), 409)
+            return
+        fake.loaded, fake.current = {}, 0
         self._adapter()
 
     def _adapter(self) -> None:
@@ -382,6 +406,7 @@ class _Handler(BaseHTTPRequestHandler):
             if position == fault.after:
                 self._in_the_middle(fault, group)
             self.fake.work += 10
+            self.fake.makers[request.prompts[position][0]] = instance_id
             self._line(StreamGroup(group=group))
         if len(groups) == fault.after:
             self._in_the_middle(fault, groups[-1])

@@ -8,9 +8,12 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from axolotl.cli import train as train_command
+from axolotl.core.trainers.grpo.trainer import AxolotlGRPOTrainer
 from axolotl.serving.app import ServerState, build_app
 from axolotl.serving.engines.protocol import EngineSettings
 from axolotl.serving.http_server import http_server
@@ -18,6 +21,7 @@ from axolotl.serving.server_file import ServerFile, write_server_file
 from tests.support.adapters import publish_other_weights, publish_random
 from tests.support.live_server import TOKEN, LiveServer
 from tests.support.loop_thread import LoopThread
+from tests.support.project import make_project
 from tests.support.protocol_suite import Subject
 from tests.support.running_engine import RunningEngine
 from tests.support.tiny_model import make_random_adapter, make_tiny_model
@@ -42,6 +46,37 @@ def tiny_adapters(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) ->
     root = tmp_path_factory.mktemp("adapters")
     first, second = (make_random_adapter(tiny_model, root / f"v{seed}", seed=seed) for seed in (1, 2))
     return first, second
+
+
+@pytest.fixture
+def sync_project(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current directory: a run of four steps that sends adapters to a server with the sync directory `sync`."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    make_project(
+        tmp_path,
+        tiny_model,
+        trl__use_vllm=True,
+        trl__vllm_lora_sync=True,
+        vllm__sync_dir=str(tmp_path / "sync"),
+        max_steps=4,
+    )
+    (tmp_path / "sync").mkdir()
+    return tmp_path
+
+
+@pytest.fixture
+def trainers(monkeypatch: pytest.MonkeyPatch) -> list[AxolotlGRPOTrainer]:
+    """Those that `main` builds."""
+    built: list[AxolotlGRPOTrainer] = []
+    build = train_command._build
+
+    def noted(*args: Any) -> AxolotlGRPOTrainer:
+        built.append(build(*args))
+        return built[-1]
+
+    monkeypatch.setattr(train_command, "_build", noted)
+    return built
 
 
 def vllm_settings(model: Path) -> EngineSettings:

@@ -240,6 +240,7 @@ def test_all_addresses_are_served_with_a_warning_of_two_lines(
     with serving(write_config(vllm=config["vllm"])) as process:
         found = read_server_file(tmp_path / "sync")
         assert found is not None and found.url == f"http://127.0.0.1:{port}"
+        assert httpx.get(f"{found.url}/server_info/").status_code == 401
         process.terminate()
         _, errors = process.communicate(timeout=60)
     assert len(errors.splitlines()) == 2 and errors.startswith("WARNING vllm.host")

@@ -14,7 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from axolotl.serving.server_file import read_server_file
+from axolotl.serving.client import ServerClient
+from axolotl.serving.server_file import ServerFile, read_server_file
 from tests.campaigns import chaos
 from tests.support.cli import run, running
 from tests.support.disturbed import (
@@ -49,16 +50,31 @@ def undisturbed(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 @pytest.fixture(scope="module")
-def bystander(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Another server on the machine, which must not notice anything; its sync directory."""
-    directory = tmp_path_factory.mktemp("bystander")
+def other_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Another server on the machine; its sync directory."""
+    directory = tmp_path_factory.mktemp("other")
     disturbed_project(directory, tiny_model, STEPS, is_managed=False)
     with running(directory, "vllm-serve", "config.yaml") as server:
         server.wait_for("ready after")
-        before = read_server_file(directory / "sync")
-        assert before is not None
         yield directory / "sync"
-        assert read_server_file(directory / "sync") == before and before.is_alive()
+
+
+def answers(sync_dir: Path) -> tuple[ServerFile, list[list[float]], int]:
+    """Who the server there is, log-probs of its base model, and how much it has worked besides."""
+    found = read_server_file(sync_dir)
+    assert found is not None and found.is_alive()
+    with ServerClient(found.url, sync_dir, 20) as client:
+        client.wait_ready()
+        before = client.progress().work
+        return found, client.score([[5, 6, 7]], [[8, 9]], 1.0, 0), client.progress().work - before
+
+
+@pytest.fixture
+def bystander(other_server: Path) -> Iterator[Path]:
+    """Another server on the machine, which must not notice anything of the test; its sync directory."""
+    before = answers(other_server)
+    yield other_server
+    assert answers(other_server) == before
 
 
 def kill_server(run: Disturbed) -> None:
@@ -112,7 +128,7 @@ def test_restarts_that_are_used_up_end_the_run_with_a_checkpoint(
 def test_an_unmanaged_server_that_goes_away_ends_the_run_with_a_checkpoint_to_go_on_from(
     tiny_model: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
-    disturbed_project(tmp_path, tiny_model, STEPS, is_managed=False, trl__vllm_server_timeout=4)
+    disturbed_project(tmp_path, tiny_model, STEPS, is_managed=False, trl__vllm_server_timeout=5)
     with running(tmp_path, "vllm-serve", "config.yaml") as server:
         server.wait_for("ready after")
         with disturbed(tmp_path) as lost:
@@ -158,11 +174,23 @@ def test_a_signal_ends_the_wait_for_a_server_with_a_checkpoint(
     assert (tmp_path / "out" / "checkpoint-2" / "optimizer.pt").exists()
 
 
-def test_a_trainer_that_is_killed_takes_its_stopped_server_along(tiny_model: Path, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("bystander")
+def test_a_run_that_ends_leaves_neither_processes_nor_files_of_its_server(tiny_model: Path, tmp_path: Path) -> None:
+    disturbed_project(tmp_path, tiny_model, 1)
+    with disturbed(tmp_path) as ending:
+        assert ending.train.wait() == 0, ending.train.output
+        assert_nothing_left(ending.mark)
+    assert list((tmp_path / "sync").iterdir()) == []
+
+
+@pytest.mark.usefixtures("bystander")
+@pytest.mark.parametrize("is_stopped", [False, True], ids=["running", "stopped"])
+def test_a_trainer_that_is_killed_takes_its_server_along(is_stopped: bool, tiny_model: Path, tmp_path: Path) -> None:
     disturbed_project(tmp_path, tiny_model, STEPS)
     with disturbed(tmp_path) as killed:
-        killed.wait_until(lambda: killed.num_scored == 2, "step 2")
-        stop_server(killed)
+        killed.wait_until(lambda: killed.num_scored == 2 and killed.is_generating(), "generation of step 3")
+        if is_stopped:
+            stop_server(killed)
         killed.train.process.send_signal(signal.SIGKILL)
         killed.train.process.wait(10)
         assert_nothing_left(killed.mark)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,35 @@ def test_a_finished_run_is_not_trained_further(project: Path, capsys: pytest.Cap
     assert equal(before, adapter(project / "out")) and not (project / "out" / "checkpoint-3").exists()
     assert main(["train", "config.yaml", *saved, "--resume", "--lora_r", "4"]) == 2
     assert "lora_r: 8 -> 4" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["lora", "null"])
+@pytest.mark.parametrize("state", ["missing", "half written", "of an earlier end"])
+def test_a_run_that_ended_between_its_last_step_and_its_save_is_saved(state: str, kind: str, project: Path) -> None:
+    arguments = ["train", "config.yaml", "--save_strategy", "steps", "--save_steps", "1", "--adapter", kind]
+    assert main(arguments) == 0
+    out = project / "out"
+    weights = out / ("adapter_model.safetensors" if kind == "lora" else "model.safetensors")
+    # A copy: what is loaded is the file itself, mapped.
+    saved = {name: tensor.clone() for name, tensor in load_file(weights).items()}
+    (out / "last_error.json").write_text("{}")
+    if state == "of an earlier end":
+        (out / "checkpoint-1" / weights.name).rename(weights)
+        os.utime(out / "training_args.bin", (0, 0))
+    else:
+        (out / "training_args.bin").unlink()
+        weights.unlink() if state == "missing" else weights.write_bytes(b"half")
+    assert main([*arguments, "--resume"]) == 0
+    assert equal(load_file(weights), saved) and (out / "training_args.bin").is_file()
+    assert not (out / "last_error.json").exists()
+
+
+def test_an_earlier_checkpoint_does_not_replace_the_final_model(project: Path) -> None:
+    saved = ["--save_strategy", "steps", "--save_steps", "1"]
+    assert main(["train", "config.yaml", *saved]) == 0
+    before = adapter(project / "out")
+    assert main(["train", "config.yaml", *saved, "--max_steps", "1", "--resume=out/checkpoint-1"]) == 0
+    assert equal(before, adapter(project / "out"))
 
 
 @pytest.mark.parametrize("kind", ["lora", "null"])

@@ -150,7 +150,7 @@ def test_a_taken_port_ends_a_second_server(project: Served) -> None:
 
 
 def test_without_a_server_the_run_ends_in_its_own_time(project: Served, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--vllm.port", str(free_port()), "--trl.vllm_server_timeout", "1", "--output_dir", "lonely"]
+    arguments = ["--vllm.port", str(free_port()), "--trl.vllm_server_timeout", "5", "--output_dir", "lonely"]
     assert main(["train", "config.yaml", *arguments]) == 6
     error = capsys.readouterr().err
     assert "E-SRV-01" in error and "axolotl vllm-serve" in error

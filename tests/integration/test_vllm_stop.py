@@ -16,6 +16,7 @@ from axolotl.errors import ServerError
 from axolotl.serving.engines import vllm
 from tests.integration.conftest import running_vllm, vllm_settings
 from tests.support.cli import free_port, running
+from tests.support.disturbed import assert_nothing_left, disturbed, disturbed_project
 from tests.support.groups import all_groups
 from tests.support.project import make_project
 from tests.support.reference import load_reference, reference_logprobs
@@ -116,3 +117,37 @@ def check_gone(processes: set[psutil.Process]) -> None:
     _, alive = psutil.wait_procs(list(processes), timeout=10)
     left: list[dict[str, Any]] = [process.as_dict(["pid", "name", "status"]) for process in alive]
     assert not left, json.dumps(left)
+
+
+def managed_vllm_project(directory: Path, model: Path, steps: int) -> None:
+    options = {"vllm__engine": "vllm", "vllm__max_model_len": 384, "trl__vllm_server_timeout": 120}
+    disturbed_project(directory, model, steps, **options)
+
+
+def test_a_trainer_that_is_killed_takes_a_stopped_engine_along(
+    vllm_engine: RunningEngine, tiny_model: Path, tmp_path: Path
+) -> None:
+    before = score(vllm_engine, PROMPTS[0], TOKENS)
+    managed_vllm_project(tmp_path, tiny_model, 50)
+    with disturbed(tmp_path) as killed:
+        killed.wait_until(lambda: killed.num_scored > 0 and killed.is_generating(), "generation", timeout_s=400)
+        core = killed.engine_child()
+        assert core is not None
+        core.suspend()
+        killed.train.process.kill()
+        killed.train.process.wait(10)
+        assert_nothing_left(killed.mark)
+        assert not core.is_running() or core.status() == psutil.STATUS_ZOMBIE
+    assert score(vllm_engine, PROMPTS[0], TOKENS) == before, "the other engine is untouched"
+
+
+def test_a_run_that_ends_leaves_nothing_of_its_engine(
+    vllm_engine: RunningEngine, tiny_model: Path, tmp_path: Path
+) -> None:
+    before = score(vllm_engine, PROMPTS[0], TOKENS)
+    managed_vllm_project(tmp_path, tiny_model, 1)
+    with disturbed(tmp_path) as ending:
+        assert ending.train.wait(500) == 0, ending.train.output
+        assert_nothing_left(ending.mark)
+    assert list((tmp_path / "sync").iterdir()) == []
+    assert score(vllm_engine, PROMPTS[0], TOKENS) == before, "the other engine is untouched"

@@ -25,6 +25,8 @@ ROUTES = {
     ("POST", "/session/"),
     ("POST", "/set_lora_adapter/"),
     ("POST", "/set_weights/"),
+    ("POST", "/link_weights/"),
+    ("POST", "/receive_weights/"),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import hmac
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,24 @@ def test_a_route_opens_with_the_token_alone(tmp_path: Path, method: str, path: s
         assert (await client.request(method, path + "?token=secret", json={}, headers={"authorization": ""})).is_error
         assert (await client.request(method, path, json={})).status_code != 401
 
+    with_app(tmp_path, body)
+
+
+def test_how_long_a_refusal_takes_says_nothing_of_the_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every answer depends on the comparison in constant time, and on nothing before it that saw the token."""
+    compared: list[tuple[bytes, bytes]] = []
+
+    def all_alike(given: bytes, expected: bytes) -> bool:
+        compared.append((given, expected))
+        return True
+
+    async def body(client: httpx.AsyncClient) -> None:
+        compared.clear()
+        for given in ("", "x", "Bearer secreT", "Bearer " + "s" * 5_000):
+            assert (await client.get("/server_info/", headers={"authorization": given})).status_code == 200
+            assert compared.pop() == (given.encode(), b"Bearer secret") and not compared
+
+    monkeypatch.setattr(hmac, "compare_digest", all_alike)
     with_app(tmp_path, body)
 
 
@@ -150,7 +169,7 @@ def test_sampling_that_is_out_of_bounds_is_422(tmp_path: Path, text: str) -> Non
 def test_json_that_cannot_be_read_is_4xx(tmp_path: Path, content: bytes) -> None:
     async def body(client: httpx.AsyncClient) -> None:
         for method, path in PROTECTED:
-            if method == "POST" and path != "/clear_lora_adapter/":
+            if method == "POST":
                 reply = await client.post(path, content=content, headers={"content-type": "application/json"})
                 assert reply.status_code in (400, 422), path
                 ErrorBody.model_validate_json(reply.content)

@@ -54,10 +54,14 @@ def live_server(
     *,
     instance_id: str = "instance-1",
     max_held: int = 3,
+    port: int = 0,
 ) -> Iterator[LiveServer]:
-    """Serve until the block ends. `create_engine` runs on the server's event loop; None leaves it loading for ever."""
+    """Serve until the block ends, on a free port unless one is given.
+
+    `create_engine` runs on the server's event loop; None leaves it loading for ever.
+    """
     state = ServerState(instance_id=instance_id, token=TOKEN, sync_dir=sync_dir, max_held=max_held)
-    listener = socket.create_server(("127.0.0.1", 0))
+    listener = socket.create_server(("127.0.0.1", port))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     server = http_server(build_app(state))
     answered = threading.Event()

@@ -21,6 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from axolotl.errors import ServerError, SyncError
 from axolotl.serving.client import ServerClient
 from axolotl.serving.manifest import MANIFEST_NAME, write_manifest
+from axolotl.serving.processes import own_namespace
 from axolotl.serving.wire import (
     PROTOCOL_VERSION,
     STREAM_LINE,
@@ -50,6 +51,8 @@ ROUTES = [
     ("POST", "/set_lora_adapter/"),
     ("POST", "/clear_lora_adapter/"),
     ("POST", "/set_weights/"),
+    ("POST", "/link_weights/"),
+    ("POST", "/receive_weights/"),
 ]
 
 # No TLS, so no certificates to read for every request.
@@ -549,6 +552,7 @@ class ProtocolSuite:
             "run_id": run_id,
             "host": socket.gethostname(),
             "pid": os.getpid(),
+            "namespace": own_namespace(),
             "fingerprint": subject.fingerprint.model_dump(),
         }
 
@@ -570,6 +574,7 @@ class ProtocolSuite:
                 "run_id": "holder",
                 "host": socket.gethostname(),
                 "pid": holder.pid,
+                "namespace": own_namespace(),
                 "fingerprint": subject.fingerprint.model_dump(),
             }
             assert self.raw(subject, "POST", "/session/", json=body).status_code == 200

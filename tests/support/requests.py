@@ -16,10 +16,15 @@ def request_for(num_prompts: int = 3, *, version: int = 0, n: int = 2, max_token
     )
 
 
-def expected(request: GenerateRequest, instance_id: str = "instance-1") -> GenerateResponse:
+def expected(request: GenerateRequest, instance_id: str = "instance-1", *earlier: str) -> GenerateResponse:
+    """earlier: the processes that made the first groups, where it was not the last one."""
+    makers = [*earlier, *[instance_id] * (len(request.prompts) - len(earlier))]
     return GenerateResponse(
         request_id=request.request_id,
         instance_id=instance_id,
         adapter_version=request.adapter_version,
-        groups=[expected_group(request, index) for index in range(len(request.prompts))],
+        groups=[
+            expected_group(request, index).model_copy(update={"instance_id": maker})
+            for index, maker in enumerate(makers)
+        ],
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -35,6 +36,7 @@ class World(nn.Module):
         self.has_adapter = has_adapter
         self.noise = noise
         self.served = {0: BASE}
+        self.info = SimpleNamespace(instance_id="instance-1")
         self.calls: list[str] = []
         self.arrives: Callable[[int, float], float] = lambda version, value: value
         self.draws_with: Callable[[int], float] = lambda version: self.served[version]
@@ -53,6 +55,7 @@ class World(nn.Module):
         """The server's process is another one, claimed again: hooks as the client calls them."""
         pushed = {version: value for version, value in self.served.items() if version not in (0, CANARY_VERSION)}
         self.served = {0: BASE}
+        self.info.instance_id += "-again"
         if self.on_claimed_again is not None:
             self.on_claimed_again()
         self.served |= {version: self.arrives(version, value) for version, value in pushed.items()}

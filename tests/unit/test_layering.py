@@ -53,7 +53,7 @@ PACKAGES_ONLY = {"axolotl", "axolotl.core", "axolotl.core.trainers", GRPO}
 # Modules that may name a library; everyone else goes through them.
 OWNERS = {
     "trl": (f"{GRPO}.trainer", f"{GRPO}.assembly"),
-    "vllm": ("axolotl.serving.engines",),
+    "vllm": ("axolotl.serving.engines", f"{GRPO}.weight_sync.nccl"),
     "httpx": ("axolotl.serving", "axolotl.utils.hub"),
     "fastapi": ("axolotl.serving", "axolotl.scripts"),
     "torch.distributed": (f"{GRPO}.distributed",),

@@ -251,6 +251,9 @@ def _train(trainer: AxolotlGRPOTrainer, output: OutputDir, checkpoint: Path | No
 
     if checkpoint is not None and _is_finished(checkpoint, trainer):
         _say(f"{checkpoint} is the end of a finished run: nothing left to train; raise max_steps to go on")
+        if not output.has_final_save(Path(checkpoint)):
+            # It ended after its last step, in an evaluation or while it was saved.
+            trainer.restore_finished(Path(checkpoint))
         return
     trainer.add_callback(StopAtBoundary(stop))
     try:

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedMod
 
 from axolotl.errors import ConfigError, EnvironmentFault
 from axolotl.loaders.precision import Precision
+from axolotl.loaders.refusals import OWN_CODE_DO, OWN_CODE_WHY, needs_own_code
 from axolotl.utils.schemas.config import AxolotlConfig
 from axolotl.utils.user_code import pass_interruption
 
@@ -48,6 +49,13 @@ def load_model(
         pass_interruption(error)
         if _is_the_machine(error):
             raise
+        if needs_own_code(error):
+            raise ConfigError(
+                f"base_model: {config.base_model} cannot be loaded",
+                code="E-CFG-11",
+                why=OWN_CODE_WHY,
+                do=OWN_CODE_DO,
+            ) from error
         raise ConfigError(
             f"base_model: {config.base_model} cannot be loaded",
             code="E-CFG-11",

@@ -23,3 +23,12 @@ def refused_by_libraries() -> Iterator[None]:
             do="change the option that this names",
             details=tuple(lines[1:]),
         ) from error
+
+
+def needs_own_code(error: Exception) -> bool:
+    """Whether transformers refused a model because it consists of code in its own directory, which nobody trusted."""
+    return "trust_remote_code" in str(error)
+
+
+OWN_CODE_WHY = "the model is made of code in its own directory, and that is not run unless the config says so"
+OWN_CODE_DO = "read that code, and set trust_remote_code: true if you trust it"

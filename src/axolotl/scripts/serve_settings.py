@@ -49,7 +49,8 @@ def engine_settings(config: AxolotlConfig, choice: EngineChoice, base_dir: Path)
     and a fifth of the free memory, and in proportion below or above that.
 
     Raises:
-        ConfigError: the model has no `config.json` here, or `vllm.max_model_len` is above the model's own limit.
+        ConfigError: the model has no `config.json` here, `vllm.max_model_len` is above the model's own limit, or
+            `trl.weight_sync: nccl` is asked of a server that cannot do it.
     """
     model = resolve_model(config.base_model, base_dir)
     model_config = read_model_config(model, config.revision_of_model)
@@ -73,7 +74,22 @@ def engine_settings(config: AxolotlConfig, choice: EngineChoice, base_dir: Path)
         trust_remote_code=vllm.trust_remote_code is True,
         reasoning_parser=vllm.reasoning_parser,
         seed=config.seed or 0,
+        stall_timeout_s=float(config.trl.vllm_server_timeout or 300),
+        weight_transfer=not serves_adapters and _takes_nccl(config, choice),
     )
+
+
+def _takes_nccl(config: AxolotlConfig, choice: EngineChoice) -> bool:
+    """Whether full weights may come over NCCL."""
+    is_possible = choice.name == "vllm" and choice.device.startswith("cuda")
+    if config.trl.weight_sync == "nccl" and not is_possible:
+        raise ConfigError(
+            "trl.weight_sync: nccl is not possible with this server",
+            code="E-CFG-23",
+            why=f"it takes vLLM on a GPU; this is the {choice.name} engine on {choice.device} ({choice.reason})",
+            do="set trl.weight_sync: auto, or files",
+        )
+    return is_possible and config.trl.weight_sync != "files"
 
 
 def without_effect(config: AxolotlConfig, engine: EngineName) -> list[str]:

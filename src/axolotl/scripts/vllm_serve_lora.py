@@ -1,7 +1,7 @@
 """`axolotl vllm-serve`: bind the port, answer `/health/`, load the engine, serve until told to stop.
 
 bind ─► server.json ─► uvicorn ─► (in the background) choose and load the engine ─► ready ─► engine died: exit code 6
-                          └─ SIGINT/SIGTERM ─► finish requests ─► close the engine ─► remove server.json
+                          └─ SIGINT/SIGTERM ─► finish requests ─► close the engine ─► tidy the sync directory
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ from typing import NoReturn
 import psutil
 
 from axolotl.errors import AxolotlError, EnvironmentFault, ServerError
+from axolotl.loaders.refusals import OWN_CODE_DO, OWN_CODE_WHY, needs_own_code
 from axolotl.scripts.serve_settings import choose_engine, engine_settings, max_adapters, without_effect
 from axolotl.serving.app import ServerState, build_app
 from axolotl.serving.engines.protocol import Engine, EngineName, EngineSettings
 from axolotl.serving.http_server import http_server
 from axolotl.serving.ports import bind
+from axolotl.serving.run_directories import RunDirectories
 from axolotl.serving.server_file import ServerFile, new_token, read_server_file, remove_server_file, write_server_file
 from axolotl.utils.schemas.config import AxolotlConfig
 from axolotl.utils.schemas.hosts import ANY_ADDRESS, LOOPBACK, client_address
@@ -139,6 +141,7 @@ class _Server:
         background.cancel()
         _, unfinished = await asyncio.wait([background], timeout=LOAD_STOP_S)
         is_closed = await self._close_engine()
+        await asyncio.to_thread(RunDirectories(self.state.sync_dir).clean)
         if unfinished or not is_closed or (self.engine is None and self.problem is None):
             # A model that is being read into memory cannot be interrupted, and a normal exit would wait for it.
             self._exit_now()
@@ -225,6 +228,8 @@ def start_failure(error: Exception) -> AxolotlError:
     """One line for whatever kept the engine from starting."""
     if isinstance(error, AxolotlError):
         return error
+    if needs_own_code(error):
+        return EnvironmentFault("the engine failed to start", code="E-ENV-05", why=OWN_CODE_WHY, do=OWN_CODE_DO)
     lines = str(error).strip().splitlines()
     return EnvironmentFault(
         "the engine failed to start",

@@ -7,8 +7,10 @@ It is built before the engine exists, so that the port answers `/health/` with t
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from pydantic import BaseModel
@@ -22,17 +24,21 @@ from axolotl.serving.generation import finished_groups
 from axolotl.serving.guard import Guard
 from axolotl.serving.metrics import CONTENT_TYPE, Counted, ServerMetrics, Snapshot
 from axolotl.serving.refusals import Refusal
+from axolotl.serving.run_directories import RunDirectories
 from axolotl.serving.session import LEASE_S, Session
 from axolotl.serving.streaming import ClientGone, StreamedAnswer, unless_gone
+from axolotl.serving.transfers import Transfers
 from axolotl.serving.versions import PolicyVersions
 from axolotl.serving.wire import (
     PROTOCOL_VERSION,
     STREAM_INTERVAL_S,
-    AdapterResponse,
+    ClearAdapterRequest,
     GenerateRequest,
     GenerateResponse,
     Group,
     Health,
+    LinkRequest,
+    LinkResponse,
     Progress,
     ServerInfo,
     SessionRequest,
@@ -40,7 +46,10 @@ from axolotl.serving.wire import (
     SetAdapterRequest,
     SetWeightsRequest,
     StreamStart,
+    TransferRequest,
 )
+
+T = TypeVar("T")
 
 ROUTES = (
     ("GET", "/health/"),
@@ -52,6 +61,8 @@ ROUTES = (
     ("POST", "/set_lora_adapter/"),
     ("POST", "/clear_lora_adapter/"),
     ("POST", "/set_weights/"),
+    ("POST", "/link_weights/"),
+    ("POST", "/receive_weights/"),
 )
 
 
@@ -62,6 +73,7 @@ class Serving:
     engine: Engine
     versions: PolicyVersions
     session: Session
+    transfers: Transfers
 
 
 @dataclass
@@ -85,7 +97,8 @@ class ServerState:
 
     def ready(self, engine: Engine) -> None:
         versions = PolicyVersions(engine, self.sync_dir, instance_id=self.instance_id, max_held=self.max_held)
-        self.serving = Serving(engine, versions, Session(versions, engine))
+        session = Session(versions, engine, RunDirectories(self.sync_dir))
+        self.serving = Serving(engine, versions, session, Transfers(engine, versions))
         self.health = Health(status="ok", phase="ready")
 
     def failed(self, reason: str) -> None:
@@ -128,6 +141,7 @@ def build_app(state: ServerState) -> FastAPI:
     _add_reading_routes(app, state, metrics)
     _add_generation(app, state)
     _add_changing_routes(app, state, metrics)
+    _add_transfers(app, state, metrics)
     return app
 
 
@@ -209,23 +223,61 @@ def _add_changing_routes(app: FastAPI, state: ServerState, metrics: ServerMetric
             return _json(await serving.versions.set_adapter(request.run_id, request.version, request.manifest_sha256))
 
     @app.post("/clear_lora_adapter/")
-    async def clear_lora_adapter() -> Response:
-        return _json(await state.require().versions.clear())
+    async def clear_lora_adapter(request: ClearAdapterRequest) -> Response:
+        serving = state.require()
+        with serving.session.request(request.run_id):
+            return _json(await serving.versions.clear())
 
     @app.post("/set_weights/")
     async def set_weights(request: SetWeightsRequest) -> Response:
         serving = state.require()
         with serving.session.request(request.run_id), metrics.loading("weights"):
-            return _json(await _set_weights(state, serving, request))
+            work = serving.versions.set_weights(request.run_id, request.version, request.manifest_sha256)
+            return _json(await _or_broken(state, work))
 
 
-async def _set_weights(state: ServerState, serving: Serving, request: SetWeightsRequest) -> AdapterResponse:
+def _add_transfers(app: FastAPI, state: ServerState, metrics: ServerMetrics) -> None:
+    """A trainer that leaves in the middle is waited for by nobody: its link or half of its weights end the engine."""
+
+    @app.post("/link_weights/")
+    async def link_weights(request: LinkRequest, connection: Request) -> Response:
+        serving = state.require()
+        with serving.session.request(request.run_id):
+            num_ranks = 0
+            if request.action == "leave":
+                serving.transfers.leave(request.unique_id)
+            else:
+                try:
+                    work = _or_broken(state, serving.transfers.link(request.unique_id))
+                    num_ranks = await unless_gone(connection.receive, work)
+                except ClientGone:
+                    return Response(status_code=499)
+            return _json(LinkResponse(instance_id=state.instance_id, num_ranks=num_ranks))
+
+    @app.post("/receive_weights/")
+    async def receive_weights(request: TransferRequest, connection: Request) -> Response:
+        serving = state.require()
+        with serving.session.request(request.run_id):
+            if request.action == "check":
+                serving.transfers.check(request)
+            else:
+                try:
+                    with metrics.loading("weights"):
+                        work = _or_broken(state, serving.transfers.receive(request))
+                        await unless_gone(connection.receive, work)
+                except ClientGone:
+                    return Response(status_code=499)
+            return _json(serving.versions.response())
+
+
+async def _or_broken(state: ServerState, work: Coroutine[Any, Any, T]) -> T:
+    """The result of something that replaces weights. What it raises besides a refusal breaks the server: some weights
+    may be the new ones, and only a new process can say again what it serves."""
     try:
-        return await serving.versions.set_weights(request.run_id, request.version, request.manifest_sha256)
+        return await work
     except Refusal:
         raise
     except Exception as error:
-        # Some weights may be the new ones: only a new process can say again what it serves.
         body = refusal_of(error).body
         state.failed(f"{body.what}: {body.why}" if body.why else body.what)
         raise
@@ -243,6 +295,7 @@ def _server_info(state: ServerState, serving: Serving) -> ServerInfo:
         dtype=engine.dtype,
         device=engine.device,
         weight_transports=list(engine.weight_transports),
+        weight_ranks=list(engine.receiver.ranks) if engine.receiver is not None else [],
         max_model_len=engine.max_model_len,
         max_lora_rank=engine.max_lora_rank,
         adapter_version=serving.versions.current,

@@ -1,6 +1,7 @@
 """The trainer's side of the HTTP protocol: one typed call a route.
 
     client.py ─► recovery.py   a lost server is a pause: again() decides, run() repeats
+              │   └► patience.py   how long a call may go on: slow is not hung
               ├► holding.py    claim and pushed versions, and how to put them back
               ├► streamed.py   groups as they come; reply.py checks that they belong to the request
               ├► handshake.py  waiting until it is ready
@@ -26,12 +27,15 @@ import httpx
 from axolotl.errors import AxolotlError, ServerError
 from axolotl.serving import handshake
 from axolotl.serving.handshake import START_HINT, Say, Ticker, ask_info
-from axolotl.serving.holding import Holding
+from axolotl.serving.holding import PROGRESS_TIMEOUT_S, Holding, Kind
 from axolotl.serving.lease import Lease
-from axolotl.serving.recovery import Keeper, Patience, Recovery
+from axolotl.serving.patience import Patience
+from axolotl.serving.processes import own_namespace
+from axolotl.serving.recovery import Keeper, Recovery
 from axolotl.serving.reply import Answers
 from axolotl.serving.streamed import read_groups
 from axolotl.serving.transport import Lost, Transport, Waiting, is_loopback
+from axolotl.serving.weight_link import WeightLink
 from axolotl.serving.wire import (
     AdapterResponse,
     Fingerprint,
@@ -47,7 +51,6 @@ from axolotl.serving.wire import (
 
 __all__ = ["Keeper", "ServerClient", "is_loopback"]
 
-PROGRESS_TIMEOUT_S = 5.0
 RELEASE_TIMEOUT_S = 10.0
 
 
@@ -57,7 +60,7 @@ class ServerClient:
     Args:
         url: `http://host:port`.
         sync_dir: where the server left its token, unless `AXOLOTL_SERVER_TOKEN` gives it.
-        timeout_s: the longest time without contact or progress; also the deadline of `wait_ready`.
+        timeout_s: the longest time without contact or progress.
         keeper: who can start the server again; None when that is a person.
         waiting: entered on the calling thread while nothing happens but waiting for the server; what it raises, or a
             signal's handler inside it, ends the call.
@@ -82,7 +85,7 @@ class ServerClient:
         self._say = say
         self._ticker = Ticker(_sleep_in(waiting, sleep), clock)
         self._transport = Transport(url, sync_dir, transport, waiting)
-        self._holding = Holding(self._transport, timeout_s, self._ticker)
+        self._holding = Holding(self._transport, self._ticker)
         self._recovery = Recovery(self._transport, self._holding, timeout_s, self._ticker, say, keeper)
         self._lease: Lease | None = None
         self._lease_s = math.inf
@@ -104,6 +107,11 @@ class ServerClient:
         """What the server said of itself last: in `wait_ready`, or when it came back."""
         assert self._holding.info is not None, "call wait_ready first"
         return self._holding.info
+
+    @property
+    def instances(self) -> frozenset[str]:
+        """Every process that was ready for this run, and was given and proved its versions: no other is believed."""
+        return self._holding.instances
 
     @property
     def on_recovered(self) -> Callable[[], None] | None:
@@ -132,18 +140,20 @@ class ServerClient:
     def wait_ready(self, on_wait: Say | None = None, *, check: Callable[[], None] = lambda: None) -> ServerInfo:
         """Return once the server can generate.
 
+        A server that says that it is loading is waited for as long as it says so. Any other wait ends `timeout_s` after
+        it began, or after the server last said so.
+
         Args:
-            on_wait: called with one line when waiting begins and every 30 s.
+            on_wait: called with one line when waiting begins and every 30 s, with what the server is doing.
             check: called after every unsuccessful poll; what it raises ends the wait.
 
         Raises:
-            ServerError: `E-SRV-01` nobody answers, or the server is still loading at the deadline; `E-SRV-02`
-                something answers that is no server of ours or speaks another protocol; `E-SRV-03` it refuses the
-                token; `E-SRV-18` it failed to load, at once.
+            ServerError: `E-SRV-01` nobody answers; `E-SRV-02` something answers that is no server of ours or speaks
+                another protocol; `E-SRV-03` it refuses the token; `E-SRV-18` it failed to load, at once.
         """
         handshake.wait_ready(self._transport, self._timeout_s, self._ticker, on_wait or self._say, check)
         try:
-            self._holding.info = ask_info(self._transport)
+            self._holding.met(ask_info(self._transport))
         except Lost as lost:
             raise ServerError(
                 f"the server at {self.url} was there and is gone",
@@ -164,9 +174,14 @@ class ServerClient:
             ConfigError: `E-SRV-19` the engine does not support an option of `sampling`.
         """
         request = SessionRequest(
-            run_id=run_id, host=socket.gethostname(), pid=os.getpid(), fingerprint=fingerprint, sampling=sampling
+            run_id=run_id,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            namespace=own_namespace(),
+            fingerprint=fingerprint,
+            sampling=sampling,
         )
-        response = self._recovery.run("claim", lambda: self._holding.claim(request))
+        response = self._recovery.run("claim", lambda patience: self._holding.claim(request, patience))
         self._lease_s = response.lease_s
         return response
 
@@ -196,7 +211,8 @@ class ServerClient:
     ) -> GenerateResponse:
         """Completions of `request`, in the order of its prompts; asked for by the run of the claim, if there is one.
 
-        A server that is lost meanwhile is waited for, and asked again for what is missing.
+        A server that is lost meanwhile is waited for, and asked again for what is missing. Each group names the process
+        that made it.
 
         Args:
             on_group: gets each group once, as soon as it is finished and checked. It may take its time.
@@ -206,37 +222,21 @@ class ServerClient:
                 `E-SRV-09` an answer that does not fit the request; `E-SRV-06` another run has taken the server; the
                 server's own code for a request it refuses.
         """
-        groups = []
-        with closing(self.stream(request)) as finished:
+        answers = self._answers(request)
+        with closing(self._stream(answers)) as finished:
             for group in finished:
                 on_group(group)
-                groups.append(group)
+        assert answers.adapter_version is not None
         return GenerateResponse(
             request_id=request.request_id,
             instance_id=self.info.instance_id,
-            adapter_version=request.adapter_version,
-            groups=sorted(groups, key=lambda group: group.index),
+            adapter_version=answers.adapter_version,
+            groups=answers.groups,
         )
 
     def stream(self, request: GenerateRequest) -> Generator[Group, None, None]:
         """`generate`, as an iterator of groups in the order in which they finish. Close it to abort what is left."""
-        self._check_lease()
-        claimed = self._holding.claimed
-        run_id = claimed.run_id if claimed is not None else request.run_id
-        vocab_size = self.info.fingerprint.summary.get("vocab_size")
-        answers = Answers(
-            request.model_copy(update={"run_id": run_id, "stream": True}),
-            vocab_size if isinstance(vocab_size, int) else None,
-        )
-        patience = self._recovery.patience("generate")
-        while not answers.is_complete:
-            patience.instance_id = self._holding.instance_id
-            try:
-                yield from self._attempt(answers, patience)
-            except Lost as lost:
-                if not answers.is_complete:
-                    self._recovery.again(lost, patience)
-        self._recovery.served(patience)
+        return self._stream(self._answers(request))
 
     def score(
         self,
@@ -266,7 +266,7 @@ class ServerClient:
             SyncError: the server refused it, or confirms something else.
         """
         self._check_lease()
-        return self._recovery.run("set_lora_adapter", lambda: self._holding.push("adapter", version, manifest_sha256))
+        return self._push("set_lora_adapter", "adapter", version, manifest_sha256)
 
     def set_weights(self, version: int, manifest_sha256: str) -> AdapterResponse:
         """Have the server replace its weights by a published version of this run's.
@@ -275,7 +275,23 @@ class ServerClient:
             SyncError: the server refused it, or confirms something else.
         """
         self._check_lease()
-        return self._recovery.run("set_weights", lambda: self._holding.push("weights", version, manifest_sha256))
+        return self._push("set_weights", "weights", version, manifest_sha256)
+
+    def weight_link(self, publish: Callable[[int], str]) -> WeightLink:
+        """The calls of a transfer over NCCL, on connections of their own.
+
+        Args:
+            publish: as `Holding.publish`; called from any thread, when a server that is back lacks a version.
+        """
+        self._holding.publish = publish
+        return WeightLink(self._transport.another(), self._holding, self._timeout_s, self._say)
+
+    def claim_again(self) -> None:
+        """Have the server drop whatever this run has pushed, when it is not known how far a push got."""
+        claimed = self._holding.claimed
+        assert claimed is not None, "claim the server first"
+        self._holding.drop()
+        self._recovery.run("claim", lambda patience: self._holding.claim(claimed, patience))
 
     def clear_adapter(self) -> AdapterResponse:
         """Have the server go back to the base model."""
@@ -296,12 +312,36 @@ class ServerClient:
             raise self._transport.token_refused()
         return self._transport.parse(reply, Progress)
 
+    def _answers(self, request: GenerateRequest) -> Answers:
+        claimed = self._holding.claimed
+        run_id = claimed.run_id if claimed is not None else request.run_id
+        vocab_size = self.info.fingerprint.summary.get("vocab_size")
+        return Answers(
+            request.model_copy(update={"run_id": run_id, "stream": True}),
+            vocab_size if isinstance(vocab_size, int) else None,
+        )
+
+    def _stream(self, answers: Answers) -> Generator[Group, None, None]:
+        self._check_lease()
+        patience = self._recovery.patience("generate")
+        while not answers.is_complete:
+            patience.instance_id = self._holding.instance_id
+            try:
+                yield from self._attempt(answers, patience)
+            except Lost as lost:
+                if not answers.is_complete:
+                    self._recovery.again(lost, patience)
+        self._recovery.served(patience)
+
+    def _push(self, doing: str, kind: Kind, version: int, digest: str) -> AdapterResponse:
+        return self._recovery.run(doing, lambda patience: self._holding.push(kind, version, digest, patience))
+
     def _attempt(self, answers: Answers, patience: Patience) -> Iterator[Group]:
         """The groups of one exchange."""
         request = answers.missing()
         try:
             with self._transport.lines("/generate/", request, patience.contact_s(), patience.instance_id) as lines:
-                yield from read_groups(lines, answers, patience, self._ticker.clock)
+                yield from read_groups(lines, answers, patience)
         except AxolotlError as error:
             if (meant := self._holding.explain(error, request.adapter_version)) is not error:
                 raise meant from error

@@ -67,11 +67,14 @@ def poll(transport: Transport, timeout_s: float = CONNECT_TIMEOUT_S) -> Unready 
 
 
 def wait_ready(transport: Transport, timeout_s: float, ticker: Ticker, say: Say, check: Callable[[], None]) -> None:
-    """Return once the server can generate. Arguments and errors as `ServerClient.wait_ready`."""
+    """Return once the server can generate. Arguments and errors as `ServerClient.wait_ready`.
+
+    timeout_s: counts from the last time that a server of ours said that it loads. It may load for as long as it says
+    so: how long that takes is a matter of model, disk and network, and whoever waits is told what it does.
+    """
     if not is_loopback(transport.url) and transport.url.startswith("http:"):
         say(f"warning: the token travels unencrypted to {transport.url}; an SSH tunnel would hide it")
-    next_report = started = ticker.clock()
-    deadline = started + timeout_s
+    next_report = started = heard_at = ticker.clock()
     interval = FIRST_POLL_INTERVAL_S
     while (problem := poll(transport)) is not None:
         check()
@@ -83,12 +86,16 @@ def wait_ready(transport: Transport, timeout_s: float, ticker: Ticker, say: Say,
                 do="see its own output",
             )
         now = ticker.clock()
-        if now >= deadline:
+        is_loading = problem.state == "loading"
+        heard_at = now if is_loading else heard_at
+        left = heard_at + timeout_s - now
+        if left <= 0:
             raise _not_ready(transport.url, problem, timeout_s)
         if now >= next_report:
-            say(f"waiting for the server at {transport.url} ({_readable(problem)}), {deadline - now:.0f} s left")
+            time_left = f"for {now - started:.0f} s so far" if is_loading else f"{left:.0f} s left"
+            say(f"waiting for the server at {transport.url} ({_readable(problem)}), {time_left}")
             next_report = now + REPORT_INTERVAL_S
-        ticker.sleep(min(interval, deadline - now))
+        ticker.sleep(min(interval, left))
         interval = min(POLL_INTERVAL_S, 2 * interval)
 
 

@@ -6,8 +6,9 @@
                                managed: killed and started again, while its budget lasts
                                else: E-SRV-04 (nobody there) or E-SRV-05 (there, without progress)
 
-The deadline is `timeout_s` after the last contact; only progress moves it: a finished group, or tokens. Tokens alone do
-not help for ever: what fails `MAX_FRUITLESS` times in a row without a finished group is given up.
+The deadline is `timeout_s` after the last contact; only progress moves it: a finished group, or tokens. A server that
+says that it is loading has as long as it goes on saying so, unless it begins again and again. Tokens alone do not help
+for ever: what fails `MAX_FRUITLESS` times in a row without a finished group is given up.
 """
 
 from __future__ import annotations
@@ -15,25 +16,17 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from axolotl.errors import AxolotlError, ServerError
-from axolotl.serving.handshake import (
-    FIRST_POLL_INTERVAL_S,
-    POLL_INTERVAL_S,
-    REPORT_INTERVAL_S,
-    Say,
-    Ticker,
-    Unready,
-    poll,
-)
+from axolotl.serving.handshake import REPORT_INTERVAL_S, Say, Ticker, Unready, poll
 from axolotl.serving.holding import Holding
+from axolotl.serving.patience import Patience
 from axolotl.serving.transport import Lost, Transport
 
-CONTACT_S = 30.0
-LEAST_CONTACT_S = 5.0
-MAX_FRUITLESS = 20
+MAX_STARTS = 5
 
 T = TypeVar("T")
 
@@ -55,90 +48,15 @@ class Keeper(Protocol):
         ...
 
 
-class Patience:
-    """How long one call may go on. doing: what it is, for messages. nested: it is part of a recovery, which has the
-    deadline."""
-
-    def __init__(self, doing: str, timeout_s: float, ticker: Ticker, *, is_nested: bool = False) -> None:
-        self.doing = doing
-        self.is_nested = is_nested
-        self.timeout_s = timeout_s
-        self.instance_id: str | None = None
-        self._refusals: set[tuple[str, str | None]] = set()
-        self._num_fruitless = 0
-        self.heard_at = ticker.clock()
-        self._clock = ticker.clock
-        self._deadline: float | None = None
-        self._interval = FIRST_POLL_INTERVAL_S
-        self._has_second_chance = True
-
-    def heard(self) -> None:
-        """Any sign of life."""
-        self.heard_at = self._clock()
-
-    def moved(self) -> None:
-        """Progress: the server is at work, though the request may fail again."""
-        self.heard()
-        self._deadline = None
-        self._interval = FIRST_POLL_INTERVAL_S
-        self._has_second_chance = True
-
-    def finished(self) -> None:
-        """A part of the answer is here: whatever went wrong before is over."""
-        self.moved()
-        self._refusals.clear()
-        self._num_fruitless = 0
-
-    def lost(self) -> None:
-        self._num_fruitless += 1
-        if self._deadline is None:
-            self._deadline = self.heard_at + self.timeout_s
-
-    def extend(self) -> None:
-        """The server was started again, and may load for as long as a first start may."""
-        self._deadline = self._clock() + self.timeout_s
-        self._has_second_chance = True
-
-    def left(self) -> float:
-        return self.timeout_s if self._deadline is None else max(0.0, self._deadline - self._clock())
-
-    def is_over(self) -> bool:
-        return self.left() <= 0
-
-    def is_fruitless(self) -> bool:
-        return self._num_fruitless > MAX_FRUITLESS
-
-    def was_refused(self, code: str) -> bool:
-        """Whether it is the request and not the moment: the same process says the same twice, or the second one too
-        cannot load what was pushed."""
-        refusal = (code, None if code == "E-SRV-23" else self.instance_id)
-        known = refusal in self._refusals
-        self._refusals.add(refusal)
-        return known
-
-    def second_chance(self) -> bool:
-        """True once: a server that came back in the last moment may still be asked."""
-        had, self._has_second_chance = self._has_second_chance, False
-        return had
-
-    def contact_s(self) -> float:
-        """Longest time without a line."""
-        contact = min(CONTACT_S, self.timeout_s)
-        return max(min(contact, self.left()), min(contact, LEAST_CONTACT_S))
-
-    def next_interval(self) -> float:
-        """Before the next try: from 0.1 to 2 s, never far beyond the deadline."""
-        interval, self._interval = self._interval, min(POLL_INTERVAL_S, 2 * self._interval)
-        return min(interval, max(self.left(), 0.01))
-
-
 @dataclass
 class _Pause:
-    """suspect: the instance that is to be killed when managed. was_away: it was seen not to be ready."""
+    """suspect: the instance that is to be killed when managed. loading: those that were seen to load. was_away: it was
+    seen not to be ready."""
 
     began: float
     next_report: float
     suspect: str
+    loading: set[str | None] = field(default_factory=set)
     was_away: bool = False
 
 
@@ -160,13 +78,13 @@ class Recovery:
     def patience(self, doing: str) -> Patience:
         return Patience(doing, self._timeout_s, self._ticker, is_nested=self._owner == threading.get_ident())
 
-    def run(self, doing: str, call: Callable[[], T]) -> T:
+    def run(self, doing: str, call: Callable[[Patience], T]) -> T:
         """`call`, made again until it is answered. Raises its own errors, and as `again`."""
         patience = self.patience(doing)
         while True:
             patience.instance_id = self._holding.instance_id
             try:
-                return self._watched(call)
+                return self._watched(call, patience)
             except Lost as lost:
                 self.again(lost, patience)
 
@@ -189,6 +107,8 @@ class Recovery:
         if not lost.is_busy and patience.is_fruitless():
             raise lost.refusal or self._too_long(None, lost, patience)
         if lost.is_busy:
+            with suppress(Lost):  # which the next try finds as well
+                self._holding.look(patience)
             if patience.is_over():
                 raise lost.refusal or self._too_long(None, lost, patience)
             self._ticker.sleep(patience.next_interval())
@@ -202,9 +122,9 @@ class Recovery:
             finally:
                 self._owner = None
 
-    def _watched(self, call: Callable[[], T]) -> T:
+    def _watched(self, call: Callable[[Patience], T], patience: Patience) -> T:
         try:
-            return call()
+            return call(patience)
         except AxolotlError as error:
             if (meant := self._holding.explain(error)) is not error:
                 raise meant from error
@@ -222,10 +142,11 @@ class Recovery:
             self._revive(lost, patience, pause)
             try:
                 self._wait(lost, patience, pause)
-                was_forgotten = self._holding.restore()
+                was_forgotten = self._holding.restore(patience)
                 break
             except Lost as once_more:
                 lost = once_more
+                patience.pause()
                 self._ticker.sleep(patience.next_interval())
         self._say_end(pause, was_forgotten)
         if not pause.was_away and not was_forgotten:
@@ -249,18 +170,24 @@ class Recovery:
                 return
             if self._keeper is not None:
                 self._keeper.check_alive()
-                if problem is not None and problem.instance_id not in (None, pause.suspect):
-                    # Started again: each process may load for as long as a first start may.
-                    pause.suspect = problem.instance_id or pause.suspect
-                    patience.extend()
+            if problem is not None and problem.state == "loading":
+                self._loads(problem, patience, pause)
             if patience.is_over():
                 self._over(problem, lost, patience, pause)
             self._report(problem, patience, pause)
             self._ticker.sleep(patience.next_interval())
 
+    def _loads(self, problem: Unready, patience: Patience, pause: _Pause) -> None:
+        """That is contact, for as long as a first start may take. Who starts it again and again has no progress."""
+        pause.suspect = problem.instance_id or pause.suspect
+        pause.loading.add(problem.instance_id)
+        if self._keeper is not None or len(pause.loading) <= MAX_STARTS:
+            patience.heard()
+            patience.extend()
+
     def _over(self, problem: Unready | None, lost: Lost, patience: Patience, pause: _Pause) -> None:
-        """The deadline: a managed server that says nothing, or loads for ever, is killed; all else is the end."""
-        if self._keeper is None or (problem is not None and problem.state not in ("absent", "loading")):
+        """The deadline: a managed server that says nothing is killed; all else is the end."""
+        if self._keeper is None or (problem is not None and problem.state != "absent"):
             raise self._too_long(problem, lost, patience)
         self._keeper.revive(pause.suspect, is_hung=True)
         # Next time it is the process that runs by then.

@@ -9,11 +9,13 @@ from axolotl.serving.wire import Completion, GenerateRequest, Group, StreamStart
 class Answers:
     """The groups of one request, over as many exchanges as it takes: each prompt is answered exactly once.
 
-    vocab_size: None when the server does not say.
+    vocab_size: None when the server does not say. adapter_version: as the server says it.
     """
 
     def __init__(self, request: GenerateRequest, vocab_size: int | None) -> None:
         self.request = request
+        self.adapter_version: int | None = None
+        self._instance_id: str | None = None
         self._vocab_size = vocab_size
         self._groups: dict[int, Group] = {}
         self._asked: list[int] = []
@@ -49,9 +51,11 @@ class Answers:
         for name, (got, wanted) in expected.items():
             if got != wanted:
                 raise bad_reply(f"{name} is {got!r}, asked was {wanted!r}")
+        self.adapter_version, self._instance_id = start.adapter_version, start.instance_id
 
     def add(self, group: Group) -> Group:
-        """Take a group of the newest `missing()`; returned with the number of its prompt in the whole request.
+        """Take a group of the newest `missing()`; returned with the number of its prompt in the whole request, and with
+        the process that made it.
 
         Raises:
             ServerError: `E-SRV-09` it does not fit.
@@ -62,7 +66,7 @@ class Answers:
         if index in self._groups:
             raise bad_reply(f"group {group.index} came twice")
         self._check(index, group.completions)
-        self._groups[index] = group.model_copy(update={"index": index})
+        self._groups[index] = group.model_copy(update={"index": index, "instance_id": self._instance_id})
         return self._groups[index]
 
     def check_end(self) -> None:

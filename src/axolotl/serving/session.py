@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import psutil
-
 from axolotl.serving.engines.protocol import Engine, EngineRejects
 from axolotl.serving.fingerprint import differences
+from axolotl.serving.processes import ProcessTable, RunProcess
 from axolotl.serving.refusals import Refusal
+from axolotl.serving.run_directories import RunDirectories
 from axolotl.serving.versions import PolicyVersions
 from axolotl.serving.wire import Fingerprint, Sampling, SessionRequest
 
@@ -23,45 +22,35 @@ _DIGEST_SHOWN = 12
 
 @dataclass
 class Holder:
-    """The run that holds the server. started: when its process started, None where that cannot be known.
-    num_requests: those of it that run."""
+    """The run that holds the server. host: for people; not unique. num_requests: those that run."""
 
     run_id: str
     host: str
-    pid: int
-    started: float | None
+    process: RunProcess
     last_seen: float
     num_requests: int = 0
 
 
-def process_started(host: str, pid: int) -> float | None:
-    """When the process started, None when it is on another host, unknown or dead."""
-    if host != socket.gethostname():
-        return None
-    try:
-        process = psutil.Process(pid)
-        return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
-    except psutil.Error:
-        return None
-
-
 class Session:
     """Claims, renewals and releases, one at a time. A holder whose process can be seen from here is live as long as
-    the process; one elsewhere as long as one of its requests runs or its lease does: `LEASE_S` seconds from its last
-    sign of life. A holder that is not live any more may come back unless another run has claimed the server."""
+    the process; one elsewhere, in another container for one, as long as one of its requests runs or its lease does:
+    `LEASE_S` seconds from its last sign of life. A holder that is not live any more may come back unless another run
+    has claimed the server, and when that one is gone; what it had published is there until then (`RunDirectories`)."""
 
     def __init__(
         self,
         versions: PolicyVersions,
         engine: Engine,
+        directories: RunDirectories,
         *,
         clock: Callable[[], float] = time.monotonic,
-        started: Callable[[str, int], float | None] = process_started,
+        processes: ProcessTable | None = None,
     ) -> None:
         self._versions = versions
         self._engine = engine
+        self._directories = directories
         self._clock = clock
-        self._started = started
+        self._processes = processes or ProcessTable()
         self._lock = asyncio.Lock()
         self._holder: Holder | None = None
 
@@ -106,21 +95,25 @@ class Session:
             match request.action:
                 case "release":
                     self._release(request.run_id)
+                    await asyncio.to_thread(self._directories.over, request.run_id)
                 case "renew":
                     self._check_holder(request.run_id).last_seen = self._clock()
+                    await asyncio.to_thread(self._directories.heard, request.run_id)
                 case "claim":
                     await self._claim(request)
 
     async def _claim(self, request: SessionRequest) -> None:
         _check_model(self._engine.fingerprint, request.fingerprint)
-        self._check_free(request)
+        process = self._processes.find(request.namespace, request.pid)
+        self._check_free(request.run_id, process)
         if request.sampling is not None:
             self._check_sampling(request.sampling)
-        started = self._started(request.host, request.pid)
+        before = self._holder
         # Before the reset: from here on the requests of the run before are refused.
-        self._holder = Holder(request.run_id, request.host, request.pid, started, self._clock())
+        self._holder = Holder(request.run_id, request.host, process, self._clock())
         try:
-            await self._versions.reset(request.run_id)
+            await self._versions.reset()
+            await asyncio.to_thread(self._keep_house, request.run_id, process, before)
         except BaseException:
             self._holder = None
             raise
@@ -143,17 +136,23 @@ class Session:
         if self._holder is not None and self._holder.run_id == run_id:
             self._holder = None
 
-    def _check_free(self, request: SessionRequest) -> None:
+    def _keep_house(self, run_id: str, process: RunProcess, before: Holder | None) -> None:
+        self._directories.claimed(run_id, process)
+        if before is not None and before.run_id != run_id and self._processes.is_same(before.process, process):
+            self._directories.over(before.run_id)
+        self._directories.clean(kept=run_id)
+
+    def _check_free(self, run_id: str, process: RunProcess) -> None:
         holder = self._holder
-        if holder is None or holder.run_id == request.run_id:
+        if holder is None or holder.run_id == run_id:
             return
-        if (holder.host, holder.pid) == (request.host, request.pid) or not self._is_live(holder):
+        if self._processes.is_same(holder.process, process) or not self._is_live(holder):
             return
         raise Refusal(
             409,
             "E-SRV-06",
             f"the server is in use by run {holder.run_id}",
-            why=f"host {holder.host}, pid {holder.pid}, last seen {self._idle(holder):.0f} s ago",
+            why=f"host {holder.host}, pid {holder.process.pid}, last seen {self._idle(holder):.0f} s ago",
             do="wait for that run to end or stop it, or start another server on another vllm.port",
         )
 
@@ -169,8 +168,9 @@ class Session:
             ) from error
 
     def _is_live(self, holder: Holder) -> bool:
-        if holder.started is not None:
-            return self._started(holder.host, holder.pid) == holder.started
+        is_alive = self._processes.is_alive(holder.process)
+        if is_alive is not None:
+            return is_alive
         return holder.num_requests > 0 or self._idle(holder) < LEASE_S
 
     def _idle(self, holder: Holder) -> float:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from pydantic import ValidationError
 
-from axolotl.serving.recovery import Patience
+from axolotl.serving.patience import Patience
 from axolotl.serving.reply import Answers, bad_reply
 from axolotl.serving.transport import Lost, refusal
 from axolotl.serving.wire import (
@@ -21,9 +21,7 @@ from axolotl.serving.wire import (
 )
 
 
-def read_groups(
-    lines: Iterator[bytes], answers: Answers, patience: Patience, clock: Callable[[], float]
-) -> Iterator[Group]:
+def read_groups(lines: Iterator[bytes], answers: Answers, patience: Patience) -> Iterator[Group]:
     """The groups of one exchange, checked and counted into `answers`.
 
     Any line is contact. A group is progress, and so is a work counter that grew; there is no limit to how long slow
@@ -34,8 +32,7 @@ def read_groups(
         ServerError: `E-SRV-09` a line that does not fit; the server's own error.
     """
     is_started = is_ended = False
-    work: int | None = None
-    moved_at = clock()
+    patience.asked()
     for raw in lines:
         patience.heard()
         line = _parse(raw)
@@ -50,14 +47,9 @@ def read_groups(
                 patience.finished()
                 yield group
                 patience.heard()
-                moved_at = clock()
+                patience.asked()
             case StreamProgress():
-                if work is not None and line.work > work:
-                    patience.moved()
-                    moved_at = clock()
-                elif clock() - moved_at >= patience.timeout_s:
-                    raise Lost(f"processed 0 tokens in {patience.timeout_s:.0f} s", is_hung=True)
-                work = line.work
+                patience.counted(patience.instance_id, line.work)
             case StreamError():
                 raise refusal(line.status, line.error)
             case StreamEnd():

@@ -33,15 +33,22 @@ Answer = TypeVar("Answer", bound=BaseModel)
 class Lost(Exception):
     """The server could not do what was asked, and asking again may help.
 
-    reason: completes "the server ...". is_hung: it is there, but its engine does nothing. is_busy: it is well, and has
-    too much to do. refusal: what it said itself, if it spoke.
+    reason: completes "the server ...". is_silent: it took the request and has not answered yet. is_hung: it is there,
+    but its engine does nothing. is_busy: it is well, and has too much to do. refusal: what it said itself, if it spoke.
     """
 
     def __init__(
-        self, reason: str, *, is_hung: bool = False, is_busy: bool = False, refusal: AxolotlError | None = None
+        self,
+        reason: str,
+        *,
+        is_silent: bool = False,
+        is_hung: bool = False,
+        is_busy: bool = False,
+        refusal: AxolotlError | None = None,
     ) -> None:
         super().__init__(reason)
         self.reason = reason
+        self.is_silent = is_silent
         self.is_hung = is_hung
         self.is_busy = is_busy
         self.refusal = refusal
@@ -87,7 +94,11 @@ class Transport:
         timeout = httpx.Timeout(min(CONNECT_TIMEOUT_S, timeout_s), read=timeout_s)
         try:
             with self._waiting():
-                return self._http.get(path, headers=self._headers(), timeout=timeout)
+                try:
+                    return self._http.get(path, headers=self._headers(), timeout=timeout)
+                except httpx.RemoteProtocolError:
+                    # A kept connection that ends at the moment it is used again says nothing of the server.
+                    return self._http.get(path, headers=self._headers(), timeout=timeout)
         except httpx.TransportError as error:
             raise Lost(reason_of(error)) from error
 
@@ -111,7 +122,7 @@ class Transport:
             with self._waiting():
                 reply = self._http.post(path, content=content, headers=self._headers(), timeout=_timeout(read_s))
         except httpx.TransportError as problem:
-            raise Lost(reason_of(problem)) from problem
+            raise Lost(reason_of(problem), is_silent=isinstance(problem, httpx.ReadTimeout)) from problem
         self._check(reply, instance_id, error)
         return self.parse(reply, answer)
 

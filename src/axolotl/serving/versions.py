@@ -2,6 +2,7 @@
 
 set_adapter(v3) ─ verify manifest ─ make room ─ engine loads eagerly ─ current = v3, previous = v2, v1 goes when unused
 set_weights(v3) ─ verify manifest ─ refuse all other versions ─ engine finishes its requests, then replaces ─ only v3
+receive_weights(v3)               ─ the same, without files
 use(v2)         ─ counts a request in flight; v2 stays loaded until it ends
 """
 
@@ -9,10 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
-import shutil
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,18 +20,17 @@ from axolotl.errors import AxolotlError, SyncError
 from axolotl.serving.engines.protocol import Engine, EngineRejects
 from axolotl.serving.manifest import Kind, Manifest, check_unchanged, verify_manifest
 from axolotl.serving.refusals import Refusal
+from axolotl.serving.run_directories import DIRECTORIES
 from axolotl.serving.wire import AdapterResponse
 
 ROOM_TIMEOUT_S = 60.0
-DIRECTORIES: dict[Kind, str] = {"adapter": "adapters", "weights": "weights"}
-_RUN_DIRECTORY = re.compile(r"run-[0-9a-f]{12}")
-_VERSION_DIRECTORY = re.compile(r"(\.tmp-)?v[0-9]+")
 _LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Held:
-    """digest: of its manifest. num_modules: as in `AdapterResponse`."""
+    """digest: of its manifest, or of what was announced where it came without files. num_modules: as in
+    `AdapterResponse`."""
 
     digest: str
     num_modules: int
@@ -106,7 +104,7 @@ class PolicyVersions:
                 self.previous, self.current = self.current, version
             self._drop_unused({self.current, self.previous})
             await self._settled()
-            return self._response()
+            return self.response()
 
     async def set_weights(self, run_id: str, version: int, manifest_sha256: str) -> AdapterResponse:
         """Verify published full weights and replace the model's by them. Afterwards nothing else is held.
@@ -117,7 +115,29 @@ class PolicyVersions:
             await self._settled()
             if not self._is_held(version, manifest_sha256):
                 await self._load_weights(run_id, version, manifest_sha256)
-            return self._response()
+            return self.response()
+
+    async def receive_weights(
+        self, version: int, digest: str, receive: Callable[[], Awaitable[int]]
+    ) -> AdapterResponse:
+        """The same for weights that come without files: `receive` replaces the model's by them and says how many there
+        were. A version comes once only; who sends it has nobody to send to the second time."""
+        async with self._lock:
+            await self._settled()
+            self.check_new(version)
+            await self._replace_weights(version, digest, receive)
+            self._is_replacing = False
+            return self.response()
+
+    def check_new(self, version: int) -> None:
+        """Raise a 409 `Refusal` when `version` is held already."""
+        if version in self._held:
+            raise Refusal(
+                409,
+                "E-SYN-07",
+                f"policy version {version} is already loaded",
+                do="send changed weights under a new version",
+            )
 
     async def clear(self) -> AdapterResponse:
         """Go back to the base model. Adapters are dropped as their requests end; pushed weights at once."""
@@ -127,15 +147,13 @@ class PolicyVersions:
             self.current = self.previous = 0
             self._drop_unused(set())
             await self._settled()
-            return self._response()
+            return self.response()
 
-    async def reset(self, run_id: str) -> None:
-        """Forget everything for `run_id`, caches and what earlier runs published included; the engine gives up requests
-        in flight."""
+    async def reset(self) -> None:
+        """Forget everything, caches included; the engine gives up requests in flight."""
         async with self._lock:
             await self._settled()
             await self._to_base()
-            await asyncio.to_thread(self._remove_other_runs, run_id)
 
     def _is_held(self, version: int, manifest_sha256: str) -> bool:
         held = self._held.get(version)
@@ -182,21 +200,25 @@ class PolicyVersions:
 
     async def _load_weights(self, run_id: str, version: int, manifest_sha256: str) -> None:
         directory, manifest = await self._verified("weights", run_id, version, manifest_sha256)
-        self._is_replacing = True  # and stays so when the engine breaks
-        try:
-            num_tensors = await self._engine.load_weights(version, directory)
-        except EngineRejects as error:
-            self._is_replacing = False
-            raise Refusal(422, "E-SYN-01", "the engine refused the weights", why=str(error)) from error
-        self._held = {version: Held(manifest_sha256, num_tensors)}
-        self._own_version = self.current = version
-        self.previous = 0
+        await self._replace_weights(version, manifest_sha256, lambda: self._engine.load_weights(version, directory))
         try:
             await _check_unchanged(directory, manifest)
         except Refusal:
             await self._to_base()
             raise
         self._is_replacing = False
+
+    async def _replace_weights(self, version: int, digest: str, replace: Callable[[], Awaitable[int]]) -> None:
+        """Leaves every version refused, until the caller has seen that all is well."""
+        self._is_replacing = True  # and stays so when the engine breaks
+        try:
+            num_tensors = await replace()
+        except EngineRejects as error:
+            self._is_replacing = False
+            raise Refusal(422, "E-SYN-01", "the engine refused the weights", why=str(error)) from error
+        self._held = {version: Held(digest, num_tensors)}
+        self._own_version = self.current = version
+        self.previous = 0
 
     async def _verified(self, kind: Kind, run_id: str, version: int, manifest_sha256: str) -> tuple[Path, Manifest]:
         directory = self._sync_dir / DIRECTORIES[kind] / run_id / f"v{version}"
@@ -259,17 +281,8 @@ class PolicyVersions:
         while self._unloads:
             await asyncio.wait(self._unloads.values())
 
-    def _remove_other_runs(self, run_id: str) -> None:
-        """Nobody can ask for their versions again: the session is another run's now.
-
-        The directory is of the user's choice and may hold other things; only what a trainer made is removed.
-        """
-        for root in (self._sync_dir / name for name in DIRECTORIES.values()):
-            for directory in root.iterdir() if root.is_dir() else ():
-                if directory.name != run_id and _is_published_run(directory):
-                    shutil.rmtree(directory, ignore_errors=True)
-
-    def _response(self) -> AdapterResponse:
+    def response(self) -> AdapterResponse:
+        """What is served now."""
         held = self._held.get(self.current)
         return AdapterResponse(
             instance_id=self._instance_id,
@@ -285,14 +298,3 @@ async def _check_unchanged(directory: Path, manifest: Manifest) -> None:
         await asyncio.to_thread(check_unchanged, directory, manifest)
     except SyncError as error:
         raise Refusal.of(error, 409) from error
-
-
-def _is_published_run(directory: Path) -> bool:
-    """Whether a trainer made it: named like a run, and nothing in it but versions, published or being written."""
-    return _is_directory_named(directory, _RUN_DIRECTORY) and all(
-        _is_directory_named(entry, _VERSION_DIRECTORY) for entry in directory.iterdir()
-    )
-
-
-def _is_directory_named(path: Path, pattern: re.Pattern[str]) -> bool:
-    return pattern.fullmatch(path.name) is not None and path.is_dir() and not path.is_symlink()

@@ -7,9 +7,9 @@ is not finite travels as null.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter
 
 from axolotl.serving.bounds import PlainDict
 
@@ -62,7 +62,8 @@ WeightTransport = Literal["files", "nccl"]
 class ServerInfo(Body):
     """`GET /server_info/`.
 
-    device: `cpu`, `cuda`, ... weight_transports: how full weights may arrive, besides adapters.
+    device: `cpu`, `cuda`, ... weight_transports: how full weights may arrive, besides adapters. weight_ranks: with
+    `nccl` the GPUs (their uuids) that receive them, one a worker.
     """
 
     server: Literal["axolotl"]
@@ -74,6 +75,7 @@ class ServerInfo(Body):
     dtype: str
     device: str
     weight_transports: list[WeightTransport]
+    weight_ranks: list[str] = Field(default_factory=list)
     max_model_len: int
     max_lora_rank: int | None
     adapter_version: int
@@ -83,15 +85,25 @@ class ServerInfo(Body):
 
 MAX_INT = 2**31 - 1
 """Of versions, process ids and counts: a number that fits everywhere it goes."""
+MAX_TENSORS = 2**17
+TRANSFER_CHUNK_BYTES = 2**28
+"""Tensors travel over NCCL packed into pieces of about this size. Both sides must cut them in the same places."""
+TRANSFER_NUM_CHUNKS = 2
 CANARY_VERSION = 2**30
 """The version number of the adapter that proves the way to the server; no run has so many steps."""
 RunId = Annotated[str, Field(pattern=r"^[a-z0-9-]{1,64}$")]
 
 
+def without_nulls(options: dict[str, Any]) -> dict[str, Any]:
+    """The options that are set."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
 class Sampling(Body):
     """How tokens are drawn. `temperature: 0` is greedy. `top_k: 0` and `top_p: 1` switch those filters off.
 
-    `extra` holds the user's `generation_kwargs`; an engine refuses by name what it does not support.
+    `extra` holds the user's `generation_kwargs` but for nulls, which mean "not set"; an engine refuses by name what it
+    does not support.
     """
 
     model_config = ConfigDict(allow_inf_nan=False)
@@ -104,7 +116,7 @@ class Sampling(Body):
     min_p: float = Field(default=0.0, ge=0.0, le=1.0)
     repetition_penalty: float = Field(default=1.0, gt=0.0)
     structured_regex: str | None = Field(default=None, max_length=4096)
-    extra: PlainDict = Field(default_factory=dict)
+    extra: Annotated[PlainDict, AfterValidator(without_nulls)] = Field(default_factory=dict)
 
 
 class SessionRequest(Body):
@@ -112,13 +124,15 @@ class SessionRequest(Body):
 
     `claim`: a run takes the server, which drops earlier adapters, weights and caches; repeated by the run that holds
     it, it resets again. `renew`: a sign of life of the run that holds it, refused to every other. `release`: gives it
-    back. sampling: with `claim`, what the run will sample with, so that an option the engine does not support is
-    refused before anything is trained.
+    back. namespace: what `pid` means something in (`processes.own_namespace`); empty where that is not known. sampling:
+    with `claim`, what the run will sample with, so that an option the engine does not support is refused before
+    anything is trained.
     """
 
     run_id: RunId
     host: str = Field(pattern=r"^[ -~]{0,255}$")
     pid: int = Field(ge=0, le=MAX_INT)
+    namespace: str = Field(default="", pattern=r"^[ -~]{0,255}$")
     fingerprint: Fingerprint
     action: Literal["claim", "renew", "release"] = "claim"
     sampling: Sampling | None = None
@@ -173,13 +187,20 @@ class Completion(Body):
 
 
 class Group(Body):
-    """All completions of prompt number `index` of the request, in the order of its seeds."""
+    """All completions of prompt number `index` of the request, in the order of its seeds.
+
+    instance_id: the process that made it, where that may be another than the answer's: `ServerClient` fills it in when
+    it reads an answer, since a server may be restarted between two groups of a request. None from a server.
+    """
 
     index: int
     completions: list[Completion]
+    instance_id: str | None = None
 
 
 class GenerateResponse(Body):
+    """instance_id: the process that answered; of several, the last one."""
+
     request_id: str
     instance_id: str
     adapter_version: int
@@ -233,8 +254,9 @@ STREAM_LINE: TypeAdapter[StreamLine] = TypeAdapter(StreamLine)
 class Progress(Body):
     """`GET /progress/`: tells slow from hung.
 
-    work: tokens the engine has processed since it started, prompts included; it never falls, and it stands still only
-    when the engine does. generated: those of them that were sampled. running: requests not answered yet.
+    work: tokens the engine has processed since it started, prompts included, and what it has done to replace weights;
+    it never falls, and it stands still only when the engine does. generated: tokens that were sampled. running:
+    requests not answered yet.
     """
 
     instance_id: str
@@ -242,6 +264,12 @@ class Progress(Body):
     generated: int
     running: int
     adapter_version: int
+
+
+class ClearAdapterRequest(Body):
+    """`POST /clear_lora_adapter/`: back to the base model, for the run that holds the server."""
+
+    run_id: RunId
 
 
 class SetWeightsRequest(Body):
@@ -254,6 +282,47 @@ class SetWeightsRequest(Body):
     manifest_sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
 
 
+class LinkRequest(Body):
+    """`POST /link_weights/`: join the trainer in a group of NCCL, the trainer as rank 0 and the workers of
+    `ServerInfo.weight_ranks` after it; a link that was there before is dropped. Answered when all have joined.
+
+    unique_id: NCCL's, 128 bytes in base64. It names the trainer's end and is the secret of the group.
+    action: `leave`, the trainer could not join this group, or cannot go on sending. Workers may wait for it inside
+        NCCL, so an engine that is joining or receiving is given up; a `join` that comes after its `leave` is refused.
+    """
+
+    run_id: RunId
+    unique_id: str = Field(pattern=r"^[A-Za-z0-9+/]{171}=$")
+    action: Literal["join", "leave"] = "join"
+
+
+class LinkResponse(Body):
+    instance_id: str
+    num_ranks: int
+
+
+class TensorLayout(Body):
+    name: str = Field(pattern=r"^[!-~]{1,512}$")
+    dtype: Literal["float64", "float32", "float16", "bfloat16"]
+    shape: list[Annotated[int, Field(ge=0, le=MAX_INT)]] = Field(max_length=8)
+
+
+class TransferRequest(Body):
+    """`POST /receive_weights/`: full weights of a version over the link, in the order of `tensors`.
+
+    `check`: whether they could be received now; changes nothing. `receive`: replaces what is served as `/set_weights/`
+    does, while the trainer sends; answered when they are served.
+
+    sha256: a digest of what is announced, which the answer repeats as `manifest_sha256`.
+    """
+
+    run_id: RunId
+    version: int = Field(ge=1, le=MAX_INT)
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    tensors: list[TensorLayout] = Field(min_length=1, max_length=MAX_TENSORS)
+    action: Literal["check", "receive"]
+
+
 class SetAdapterRequest(Body):
     """`POST /set_lora_adapter/`: by opaque ids, never by path. The server reads
     `<sync_dir>/adapters/<run_id>/v<version>/` and checks the manifest against the digest."""
@@ -264,7 +333,7 @@ class SetAdapterRequest(Body):
 
 
 class AdapterResponse(Body):
-    """Answer of `/set_lora_adapter/`, `/clear_lora_adapter/` and `/set_weights/`.
+    """Answer of `/set_lora_adapter/`, `/clear_lora_adapter/`, `/set_weights/` and `/receive_weights/`.
 
     num_modules: how many modules of the model the adapter really reached; with full weights, how many tensors were
     replaced. loaded_versions: those still held; a directory may be deleted when its version is not among them.

@@ -42,6 +42,13 @@ datasets:
     )
 
 
+def test_a_server_that_reports_every_second_needs_seconds_to_be_heard(problems, load):
+    assert problems(MINIMAL + "  vllm_server_timeout: 4\n") == (
+        "c.yaml:8 trl.vllm_server_timeout: must be at least 5, not 4",
+    )
+    assert load(MINIMAL + "  vllm_server_timeout: 5\n").config.trl.vllm_server_timeout == 5
+
+
 def test_a_rule_is_silent_about_options_that_are_wrong_in_themselves(problems):
     text = MINIMAL.replace("micro_batch_size: 8", "micro_batch_size: eight")
     assert problems(text) == ("c.yaml:3 micro_batch_size: needs a whole number, not eight",)

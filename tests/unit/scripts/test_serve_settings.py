@@ -138,3 +138,29 @@ def test_what_the_transformers_engine_ignores_is_said(model: Path, option: str, 
     assert without_effect(config, "transformers") == [f"vllm.{option} has no effect with the transformers engine"]
     assert without_effect(config, "vllm") == []
     assert without_effect(make(model, {option: harmless}), "transformers") == []
+
+
+@pytest.mark.parametrize(
+    ("trl", "options", "choice", "is_wanted"),
+    [
+        ({}, {}, EngineChoice("vllm", "", "cuda"), True),
+        ({"weight_sync": "nccl"}, {}, EngineChoice("vllm", "", "cuda:1"), True),
+        ({}, {"adapter": "lora"}, EngineChoice("vllm", "", "cuda"), True),
+        ({"weight_sync": "files"}, {}, EngineChoice("vllm", "", "cuda"), False),
+        ({"vllm_lora_sync": True}, {"adapter": "lora"}, EngineChoice("vllm", "", "cuda"), False),
+        ({}, {}, EngineChoice("vllm", "", "cpu"), False),
+        ({}, {}, EngineChoice("transformers", "", "cuda"), False),
+    ],
+)
+def test_the_engine_takes_weights_over_nccl_where_full_weights_go_to_vllm_on_a_gpu(
+    model: Path, trl: dict[str, Any], options: dict[str, Any], choice: EngineChoice, is_wanted: bool
+) -> None:
+    config = make(model, trl=trl, **options)
+    assert engine_settings(config, choice, model).weight_transfer is is_wanted
+
+
+@pytest.mark.parametrize("choice", [EngineChoice("vllm", "r", "cpu"), EngineChoice("transformers", "r", "cuda")])
+def test_a_server_that_cannot_do_what_the_config_wants_does_not_start(model: Path, choice: EngineChoice) -> None:
+    with pytest.raises(ConfigError) as caught:
+        engine_settings(make(model, trl={"weight_sync": "nccl"}), choice, model)
+    assert caught.value.code == "E-CFG-23" and choice.device in caught.value.why

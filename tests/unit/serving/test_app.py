@@ -15,10 +15,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from axolotl.errors import ServerError
 from axolotl.serving.app import ServerState, build_app
 from axolotl.serving.guard import MAX_BODY_BYTES
+from axolotl.serving.run_directories import RunDirectories
 from axolotl.serving.session import LEASE_S, Session
 from axolotl.serving.wire import INSTANCE_HEADER, ErrorBody, GenerateResponse
 from tests.fakes.engine import FAKE_FINGERPRINT, FakeEngine
 from tests.support.adapters import publish_fake, publish_fake_weights
+from tests.support.claims import claim_of_this_process
 from tests.support.protocol_suite import ROUTES, generate_request
 
 HEADERS = {"authorization": "Bearer secret"}
@@ -155,7 +157,7 @@ def test_a_server_taken_during_a_request_gives_the_loser_no_answer(
     async def body(client: httpx.AsyncClient, state: ServerState) -> None:
         engine = FakeEngine()
         state.ready(engine)
-        claim = {"run_id": "first", "host": "elsewhere", "pid": 1, "fingerprint": FAKE_FINGERPRINT.model_dump()}
+        claim = claim_of_this_process("first")
         assert (await client.post("/session/", json=claim)).status_code == 200
         engine.gate.clear()
         request = {**generate_request().model_dump(), "run_id": run_id}
@@ -175,7 +177,9 @@ def test_only_the_requests_of_the_holder_are_a_sign_of_life(tmp_path: Path) -> N
         state.ready(FakeEngine())
         assert state.serving is not None
         now = 0.0
-        session = Session(state.serving.versions, state.serving.engine, clock=lambda: now)
+        session = Session(
+            state.serving.versions, state.serving.engine, RunDirectories(state.sync_dir), clock=lambda: now
+        )
         state.serving = replace(state.serving, session=session)
         claim = {"run_id": "first", "host": "elsewhere", "pid": 1, "fingerprint": FAKE_FINGERPRINT.model_dump()}
         other = {**claim, "run_id": "second", "pid": 2}

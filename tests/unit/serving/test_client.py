@@ -268,7 +268,7 @@ def test_a_refused_token_says_where_it_came_from(tmp_path: Path, monkeypatch: py
     monkeypatch.delenv("AXOLOTL_SERVER_TOKEN", raising=False)
     client = scripted_client(token_script, Clock(), tmp_path)
     client.wait_ready()
-    for call in (lambda: client.generate(request_for()), client.progress, client.clear_adapter):
+    for call in (lambda: client.generate(request_for()), client.progress):
         with pytest.raises(ServerError, match="refuses the token") as problem:
             call()
         assert problem.value.code == "E-SRV-03" and str(tmp_path / "server.json") in problem.value.why

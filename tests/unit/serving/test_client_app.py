@@ -13,7 +13,9 @@ import pytest
 
 from axolotl.errors import ServerError
 from axolotl.serving.client import ServerClient
-from axolotl.serving.engines.protocol import Engine
+from axolotl.serving.engines.protocol import Engine, EngineProgress
+from axolotl.serving.processes import ProcessTable
+from axolotl.serving.session import LEASE_S
 from tests.fakes.engine import FAKE_FINGERPRINT, FakeEngine
 from tests.support.adapters import publish_fake
 from tests.support.live_server import LiveServer, live_server
@@ -65,7 +67,8 @@ def test_a_restarted_server_gets_the_versions_from_their_files(tmp_path: Path) -
         address.before_generate = restart
         after = client.generate(request)
         assert (before.instance_id, after.instance_id) == ("one", "two")
-        assert after.groups == before.groups
+        assert [group.completions for group in after.groups] == [group.completions for group in before.groups]
+        assert {group.instance_id for group in after.groups} == {"two"}
         assert new.calls == ["reset", "load v2", "load v3", "generate v3"]
 
 
@@ -92,3 +95,95 @@ def hold(engine: FakeEngine) -> Awaitable[list[list[float]]]:
         return []
 
     return asyncio.ensure_future(wait())
+
+
+class BusyEngine(FakeEngine):
+    """Changes nothing before somebody has looked at its progress `LOOKS` times, and makes tokens meanwhile."""
+
+    LOOKS = 8
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.load_gate.clear()
+
+    def progress(self) -> EngineProgress:
+        self.work += 1
+        if self.work == self.LOOKS:
+            self.load_gate.set()
+        return super().progress()
+
+    async def load_adapter(self, version: int, directory: Path) -> int:
+        await self.load_gate.wait()
+        return await super().load_adapter(version, directory)
+
+    async def reset(self) -> None:
+        await self.load_gate.wait()
+        await super().reset()
+
+
+@pytest.mark.parametrize("waits", ["claim", "push"])
+def test_a_call_that_waits_behind_others_is_done_once_or_has_no_trace_of_its_repetitions(
+    waits: str, tmp_path: Path
+) -> None:
+    timeout_s = 0.8
+    with ExitStack() as stack:
+        engine = BusyEngine()
+        client = stack.enter_context(serve(stack, tmp_path, engine, "one").client(timeout_s))
+        client.wait_ready()
+        if waits == "push":
+            engine.load_gate.set()
+        client.claim("r", FAKE_FINGERPRINT)
+        if waits == "push":
+            engine.load_gate.clear()
+        digest = publish_fake(tmp_path, "r", 1)
+        began = time.monotonic()
+        assert client.set_adapter(1, digest).loaded_versions == [1]
+        assert waits == "claim" or time.monotonic() - began > timeout_s
+        assert engine.work >= engine.LOOKS and engine.calls.count("load v1") == 1
+        assert engine.calls[-1] == "load v1" and client.info.instance_id == "one"
+        assert client.generate(request_for(version=1)).adapter_version == 1
+
+
+def test_a_run_that_was_paused_comes_back_when_another_has_had_the_server(tmp_path: Path) -> None:
+    """Both are in other containers, so that the server knows of their lives only what it hears."""
+    runs = ("run-0123456789ab", "run-ba9876543210")
+    with ExitStack() as stack:
+        engine = FakeEngine()
+        server = serve(stack, tmp_path, engine, "one")
+        first, second = (stack.enter_context(server.client(timeout_s=20)) for _ in runs)
+        assert server.state is not None and server.state.serving is not None
+        session = server.state.serving.session
+        now = time.monotonic()
+        session._clock = lambda: now
+        session._processes = ProcessTable("another container")
+        for client in (first, second):
+            client.wait_ready()
+        first.claim(runs[0], FAKE_FINGERPRINT)
+        for version in (1, 2):
+            first.set_adapter(version, publish_fake(tmp_path, runs[0], version))
+        before = first.generate(request_for(version=2))
+        with pytest.raises(ServerError, match=f"in use by run {runs[0]}"):
+            second.claim(runs[1], FAKE_FINGERPRINT)
+        now += LEASE_S + 1
+        second.claim(runs[1], FAKE_FINGERPRINT)
+        with pytest.raises(ServerError, match=f"run {runs[0]} does not hold"):
+            first.generate(request_for(version=2))
+        second.set_adapter(1, publish_fake(tmp_path, runs[1], 1))
+        second.release()
+        assert first.generate(request_for(version=2)).groups == before.groups
+        assert engine.calls[-4:] == ["reset", "load v1", "load v2", "generate v2"]
+        assert not (tmp_path / "adapters" / runs[1]).exists(), "that one has given it back"
+
+
+def test_only_the_run_that_holds_the_server_clears_it(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        server = serve(stack, tmp_path, FakeEngine(), "one")
+        client = stack.enter_context(server.client())
+        client.wait_ready()
+        client.claim("first", FAKE_FINGERPRINT)
+        client.set_adapter(1, publish_fake(tmp_path, "first", 1))
+        url, headers = f"{server.url}/clear_lora_adapter/", server.headers
+        for body, status in (({"run_id": "second"}, 409), ({}, 422)):
+            assert httpx.post(url, json=body, headers=headers).status_code == status
+        assert client.generate(request_for(version=1)).adapter_version == 1
+        assert client.clear_adapter().loaded_versions == []

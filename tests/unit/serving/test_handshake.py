@@ -25,7 +25,6 @@ def clock() -> Clock:
     [
         (refused, "E-SRV-01", "connection refused"),
         (never_answers, "E-SRV-01", "never answers"),
-        (lambda _: answer(Health(status="loading", phase="weights"), 503), "E-SRV-01", "weights"),
         (lambda _: httpx.Response(404, text="nope", headers={"server": "nginx"}), "E-SRV-02", "nginx"),
         (lambda _: httpx.Response(200, text="<html>"), "E-SRV-02", "HTTP 200"),
         (lambda _: httpx.Response(503), "E-SRV-02", "HTTP 503"),
@@ -54,6 +53,34 @@ def test_waiting_is_told_at_once_and_every_thirty_seconds(clock: Clock, tmp_path
         make(refused, clock, tmp_path, timeout_s=70).wait_ready(lambda line: times.append(clock.now))
     assert times[0] == 0 and len(times) == 3
     assert 30 <= times[1] < 33 and 60 <= times[2] < 66
+
+
+def loads_until(end: float, clock: Clock) -> Script:
+    """A server that loads, and is gone from then on."""
+
+    def script(request: httpx.Request) -> httpx.Response:
+        return answer(Health(status="loading", phase="weights"), 503) if clock.now < end else refused(request)
+
+    return script
+
+
+def test_a_server_may_load_for_as_long_as_it_says_so(clock: Clock, tmp_path: Path) -> None:
+    def script(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/server_info/":
+            return answer(INFO)
+        return answer(Health(status="ok", phase="ready")) if clock.now > 1000 else loads_until(2000, clock)(request)
+
+    said: list[str] = []
+    assert make(script, clock, tmp_path, timeout_s=60).wait_ready(said.append) == INFO
+    assert 1000 < clock.now < 1003
+    assert len(said) > 30 and "still loading: weights), for 121 s so far" in said[4]
+
+
+def test_the_timeout_counts_from_the_last_time_that_it_said_so(clock: Clock, tmp_path: Path) -> None:
+    with pytest.raises(ServerError, match="connection refused") as problem:
+        make(loads_until(500, clock), clock, tmp_path, timeout_s=60).wait_ready()
+    assert problem.value.code == "E-SRV-01"
+    assert 557 < clock.now <= 561
 
 
 def test_it_starts_as_soon_as_the_server_is_up(clock: Clock, tmp_path: Path) -> None:

@@ -58,10 +58,9 @@ def test_only_what_is_missing_is_asked_for_again(
     seen: list[Group] = []
     request = request_for(3)
     response = connect().generate(request, seen.append)
-    assert response.groups == expected(request).groups
-    assert [group.index for group in seen] == [0, 1, 2]
+    assert response == expected(request, server.instance_id, *["instance-1"] * after)
+    assert seen == response.groups
     assert prompts_asked(server) == [[1, 2, 3], [1, 2, 3][after:]]
-    assert response.instance_id == server.instance_id
 
 
 def test_an_answer_cut_after_its_last_group_is_complete(server: ScriptedServer, connect: Connect) -> None:
@@ -74,9 +73,11 @@ def test_an_answer_cut_after_its_last_group_is_complete(server: ScriptedServer, 
 def test_it_may_be_cut_again_and_again(server: ScriptedServer, connect: Connect) -> None:
     server.faults = [Fault(kind, after=1) for kind in ("cut", "restart", "cut", "restart")]
     request = request_for(6)
-    response = connect(sleep=lambda s: None).generate(request)
-    assert response.groups == expected(request).groups
+    client = connect(sleep=lambda s: None)
+    makers = ["instance-1", "instance-1", "instance-2", "instance-2"]
+    assert client.generate(request) == expected(request, "instance-3", *makers)
     assert prompts_asked(server) == [[1, 2, 3, 4, 5, 6][start:] for start in range(5)]
+    assert client.instances == {"instance-1", "instance-2", "instance-3"}
 
 
 def test_seeds_and_scored_tokens_stay_with_their_prompts(server: ScriptedServer, connect: Connect) -> None:
@@ -100,7 +101,7 @@ def test_a_restarted_server_is_claimed_and_gets_its_versions_again(server: Scrip
     server.calls.clear()
     request = request_for(version=3)
     response = client.generate(request)
-    assert response == expected(request, "instance-2")
+    assert response == expected(request, "instance-2", "instance-1")
     assert server.routes() == ["/generate/", "/session/", "/set_lora_adapter/", "/set_lora_adapter/", "/generate/"]
     assert [body["version"] for body in server.bodies("/set_lora_adapter/")] == [2, 3]
     assert proofs == [[2, 3]]
@@ -338,7 +339,7 @@ def test_a_managed_server_that_ended_is_revived_and_gets_everything_again(
     client.set_adapter(1, DIGESTS[1])
     server.faults = [Fault("die", after=1)]
     request = request_for(version=1)
-    assert client.generate(request) == expected(request, "instance-2")
+    assert client.generate(request) == expected(request, "instance-2", "instance-1")
     assert keeper.revived == [("instance-1", False)]
     assert keeper.answered == ["instance-2"]
 
@@ -348,7 +349,7 @@ def test_a_managed_server_that_hangs_is_killed(server: ScriptedServer, connect: 
     client = connect(SHORT_S, keeper=keeper)
     server.faults = [Fault("stall", after=1)]
     request = request_for()
-    assert client.generate(request).groups == expected(request).groups
+    assert client.generate(request) == expected(request, "instance-2", "instance-1")
     assert keeper.revived == [("instance-1", True)]
     assert prompts_asked(server) == [[1, 2, 3], [2, 3]]
 
@@ -364,24 +365,57 @@ def test_a_managed_server_that_says_nothing_is_killed_at_the_deadline(server: Sc
     server.faults = [Fault("cut")]
     server.health = ["silent"] * 100
     request = request_for()
-    assert client.generate(request).groups == expected(request).groups
+    assert client.generate(request) == expected(request, "instance-2")
     assert keeper.revived == [("instance-1", False), ("instance-1", True)]
     assert keeper.num_checks > 0
 
 
-def test_a_managed_server_that_loads_for_ever_is_killed_at_the_deadline(
-    server: ScriptedServer, connect: Connect
+@pytest.mark.parametrize("is_managed", [False, True])
+def test_a_server_that_loads_longer_than_the_timeout_is_waited_for(
+    is_managed: bool, server: ScriptedServer, connect: Connect
 ) -> None:
+    now = [0.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    keeper = FakeKeeper() if is_managed else None
+    client = connect(10.0, keeper=keeper, clock=lambda: now[0], sleep=sleep)
+    server.faults = [Fault("restart")]
+    server.health = ["loading"] * 50
+    request = request_for()
+    assert client.generate(request) == expected(request, "instance-2")
+    assert now[0] > 60
+    assert keeper is None or keeper.revived == [("instance-1", False)]
+
+
+def test_a_managed_server_that_falls_silent_while_it_loads_is_killed(server: ScriptedServer, connect: Connect) -> None:
     def revive(instance_id: str, is_hung: bool) -> None:
         server.restart()
-        server.health = [] if is_hung else ["loading"] * 10_000
+        server.health = [] if is_hung else ["loading"] * 3 + ["silent"] * 100
 
     keeper = FakeKeeper(revive)
     client = connect(SHORT_S, keeper=keeper)
     server.faults = [Fault("cut")]
     request = request_for()
-    assert client.generate(request).groups == expected(request, client.info.instance_id).groups
+    assert client.generate(request) == expected(request, "instance-3")
     assert keeper.revived == [("instance-1", False), ("instance-2", True)]
+
+
+def test_a_server_that_begins_to_load_again_and_again_is_lost(server: ScriptedServer, connect: Connect) -> None:
+    now = [0.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+        server.restart()
+
+    client = connect(10.0, clock=lambda: now[0], sleep=sleep)
+    server.faults = [Fault("restart")]
+    server.health = ["loading"] * 10_000
+    with pytest.raises(ServerError, match="is lost") as problem:
+        client.generate(request_for())
+    assert problem.value.code == "E-SRV-04" and "is loading: weights" in problem.value.why
+    assert 10 <= now[0] < 30
 
 
 def test_the_end_of_the_keepers_patience_is_the_end(server: ScriptedServer, connect: Connect) -> None:
@@ -449,7 +483,9 @@ def test_whatever_happens_on_the_way_the_answer_is_the_same(
     server.health = [dice.choice(["ok", "loading", "failed", "stranger"]) for _ in range(12)]
     request, seen = request_for(8, version=2), list[int]()
     response = client.generate(request, lambda group: seen.append(group.index))
-    assert response.groups == expected(request).groups
+    makers = [server.makers[prompt[0]] for prompt in request.prompts]
+    assert response.groups == expected(request, "", *makers).groups
+    assert set(makers) <= client.instances
     assert sorted(seen) == list(range(8))
 
 
@@ -464,6 +500,9 @@ def test_threads_that_lose_the_server_together_recover_once(server: ScriptedServ
         server.restart()
         server.faults = [Fault("restart", after=1)]
         responses = [future.result(20) for future in (*asked, pool.submit(client.generate, request_for(4, version=1)))]
-    assert all(response.groups == expected(request_for(4, version=1)).groups for response in responses)
+    for response in responses:
+        makers = [group.instance_id or "" for group in response.groups]
+        assert response.groups == expected(request_for(4, version=1), "", *makers).groups
+        assert set(makers) <= client.instances
     # The first claim, and one for each process after the first that was asked anything.
     assert len(server.bodies("/session/")) <= 3

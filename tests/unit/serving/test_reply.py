@@ -85,6 +85,16 @@ def test_what_is_missing_keeps_its_seeds_and_gets_its_numbers_back() -> None:
     assert answers.is_complete and [item.index for item in answers.groups] == [0, 1, 2]
 
 
+def test_groups_name_the_process_and_the_answer_its_version() -> None:
+    answers = asked()
+    for instance_id in ("a", "b"):
+        answers.missing()
+        answers.check_start(StreamStart(request_id="r", instance_id=instance_id, adapter_version=2), instance_id)
+        answers.add(group(0))
+    assert [(item.index, item.instance_id) for item in answers.groups] == [(0, "a"), (1, "b")]
+    assert answers.adapter_version == 2
+
+
 def test_a_group_that_comes_twice() -> None:
     answers = asked()
     answers.add(group(0))

@@ -23,7 +23,8 @@ from axolotl.serving.wire import (
     StreamProgress,
     StreamStart,
 )
-from tests.fakes.engine import FAKE_FINGERPRINT, FakeEngine
+from tests.fakes.engine import FakeEngine
+from tests.support.claims import claim_of_this_process
 from tests.support.protocol_suite import generate_request
 
 
@@ -190,7 +191,7 @@ def test_a_failure_in_the_middle_is_the_last_line(
 
 def test_a_run_that_loses_the_server_gets_no_further_group(tmp_path: Path) -> None:
     async def body(app: Any, engine: FakeEngine, state: ServerState) -> None:
-        claim = {"run_id": "first", "host": "elsewhere", "pid": 1, "fingerprint": FAKE_FINGERPRINT.model_dump()}
+        claim = claim_of_this_process("first")
         await Call(app, "/session/", claim).task
         engine.between_groups.clear()
         call = Call(app, "/generate/", streamed(run_id="first"))

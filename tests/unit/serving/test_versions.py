@@ -15,8 +15,6 @@ from axolotl.serving.versions import PolicyVersions
 from tests.fakes.engine import FakeEngine
 from tests.support.adapters import publish_fake, publish_fake_weights
 
-OLD_RUN, NEW_RUN = "run-0123456789ab", "run-ba9876543210"
-
 Body = Callable[[PolicyVersions, FakeEngine, Path], Awaitable[None]]
 
 
@@ -151,7 +149,7 @@ def test_reset_and_clear_forget(tmp_path: Path) -> None:
         answer = await versions.clear()
         assert (answer.adapter_version, answer.loaded_versions, answer.num_modules) == (0, [], 0)
         await load(versions, sync_dir, 3)
-        await versions.reset("run")
+        await versions.reset()
         assert (versions.current, versions.loaded_versions) == (0, [])
         assert engine.calls[-1] == "reset"
 
@@ -162,46 +160,8 @@ def test_a_request_that_outlives_a_reset_drops_nothing_twice(tmp_path: Path) -> 
     async def body(versions: PolicyVersions, engine: FakeEngine, sync_dir: Path) -> None:
         await load(versions, sync_dir, 1)
         with versions.use(1):
-            await versions.reset("run")
+            await versions.reset()
         assert "unload v1" not in engine.calls and versions.num_in_flight == 0
-
-    scenario(tmp_path, body)
-
-
-def test_a_new_run_takes_the_place_of_what_was_published_before_it(tmp_path: Path) -> None:
-    async def body(versions: PolicyVersions, engine: FakeEngine, sync_dir: Path) -> None:
-        published = sync_dir / "adapters"
-        for run_id in (OLD_RUN, NEW_RUN):
-            publish_fake(sync_dir, run_id, 1)
-            publish_fake_weights(sync_dir, run_id, 1)
-        (published / OLD_RUN / ".tmp-v2").mkdir()
-        await versions.reset(NEW_RUN)
-        for directory in (published, sync_dir / "weights"):
-            assert [item.name for item in directory.iterdir()] == [NEW_RUN]
-
-    scenario(tmp_path, body)
-
-
-@pytest.mark.parametrize(
-    "kept",
-    [
-        "my-adapters/v1/weights",
-        "run-0123456789ab-copy/v1/weights",
-        "run-0123456789ab/notes.txt",
-        "run-0123456789ab/v1-best/weights",
-        "run-0123456789ab/v2",
-    ],
-)
-def test_what_no_trainer_made_is_never_removed(tmp_path: Path, kept: str) -> None:
-    """Each is a file: `v2` too, where a trainer writes directories only."""
-
-    async def body(versions: PolicyVersions, engine: FakeEngine, sync_dir: Path) -> None:
-        file = sync_dir / "adapters" / kept
-        file.parent.mkdir(parents=True)
-        file.write_text("mine")
-        (sync_dir / "adapters" / "run-ffffffffffff").symlink_to(file.parent)
-        await versions.reset(NEW_RUN)
-        assert file.read_text() == "mine"
 
     scenario(tmp_path, body)
 
@@ -343,7 +303,7 @@ def test_the_base_model_comes_back(tmp_path: Path, way_back: str) -> None:
         await versions.set_weights("run", 1, publish_fake_weights(sync_dir, "run", 1))
         with pytest.raises(Refusal, match="belongs to the base model"):
             await load(versions, sync_dir, 2)
-        await (versions.clear() if way_back == "clear" else versions.reset("run"))
+        await (versions.clear() if way_back == "clear" else versions.reset())
         assert (versions.current, versions.loaded_versions, engine.calls[-1]) == (0, [], "reset")
         with versions.use(0):
             pass

@@ -21,6 +21,9 @@ _NOTES = Path(".axolotl") / "written.json"
 LAST_ERROR = "last_error.json"
 RESOLVED_CONFIG = "config.resolved.yaml"
 SERVER_LOG = "server.log"
+STATE_FILE = "trainer_state.json"
+# By transformers, of what makes up a model that is saved.
+_LAST_WRITTEN = "training_args.bin"
 
 _WRITTEN_AT_THE_END = (
     "README.md",
@@ -33,7 +36,7 @@ _WRITTEN_AT_THE_END = (
     "model.safetensors",
     "tokenizer.json",
     "tokenizer_config.json",
-    "training_args.bin",
+    _LAST_WRITTEN,
 )
 
 # What a run leaves that ended before its first step: nothing that starting over could lose.
@@ -94,6 +97,11 @@ class OutputDir:
             )
         self.note(self.path / name)
         return self.path / name
+
+    def has_final_save(self, checkpoint: Path) -> bool:
+        """Whether a final model was saved completely, at the time of `checkpoint` or later."""
+        last_written = self.path / _LAST_WRITTEN
+        return last_written.is_file() and last_written.stat().st_mtime >= (checkpoint / STATE_FILE).stat().st_mtime
 
     def announce(self, name: str) -> None:
         """A directory that is about to be written; one that exists already is not taken for ours."""

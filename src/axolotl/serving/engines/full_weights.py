@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from axolotl.serving.engines.protocol import EngineRejects
+from axolotl.serving.engines.work import Work
 
 MAX_NAMED = 3
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
@@ -59,23 +60,25 @@ def check_weight_files(model: nn.Module, directory: Path) -> WeightFiles:
 
 
 @torch.no_grad()
-def copy_weights(model: nn.Module, weights: WeightFiles) -> int:
+def copy_weights(model: nn.Module, weights: WeightFiles, work: Work) -> int:
     """Write the tensors of `weights` over the model's own; returns how many. A failure leaves a mixture."""
     targets = _tensors(model)
     for path in sorted(set(weights.files.values())):
         with safe_open(path, framework="pt") as tensors:
             for name in (name for name, file in weights.files.items() if file == path):
                 targets[name].copy_(tensors.get_tensor(name))
+                work.replaced_tensor()
     return len(weights.files)
 
 
 @torch.no_grad()
-def copy_tensors(model: nn.Module, source: Mapping[str, torch.Tensor]) -> None:
+def copy_tensors(model: nn.Module, source: Mapping[str, torch.Tensor], work: Work) -> None:
     """Write `source` (another model's `state_dict` of the same names and shapes) over the model's own tensors."""
     targets = _tensors(model)
     assert targets.keys() == source.keys(), sorted(targets.keys() ^ source.keys())[:MAX_NAMED]
     for name, tensor in source.items():
         targets[name].copy_(tensor)
+        work.replaced_tensor()
 
 
 def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:

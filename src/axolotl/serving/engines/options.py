@@ -79,8 +79,7 @@ def token_rules(sampling: Sampling, eos_token_ids: frozenset[int], vocab_size: i
             f"generation_kwargs: the transformers engine does not support {', '.join(unknown)}; "
             f"it supports {', '.join(sorted(_READERS))}"
         )
-    # vLLM's own defaults may be written out: null means unset.
-    given = {name: _READERS[name](name, value) for name, value in sampling.extra.items() if value is not None}
+    given = {name: _READERS[name](name, value) for name, value in sampling.extra.items()}
     if vocab_size is not None:
         for name in _TOKEN_OPTIONS & given.keys():
             _check_vocabulary(name, given[name], vocab_size)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
-from axolotl.serving.wire import Fingerprint, Group, Sampling, WeightTransport
+from axolotl.serving.wire import Fingerprint, Group, Sampling, TensorLayout, WeightTransport
 
 EngineName = Literal["vllm", "transformers"]
 
@@ -18,6 +18,8 @@ class EngineSettings:
 
     dtype is resolved (`float32`, `bfloat16` or `float16`, never `auto`). `max_lora_rank` is the rank that the config
     trains with, 0 without an adapter; an engine rounds it up as it must. `kv_cache_bytes` bounds the cache on a CPU.
+    `stall_timeout_s`: an engine that does nothing for so long hangs.
+    `weight_transfer`: full weights may come over NCCL.
     """
 
     model: str
@@ -36,6 +38,8 @@ class EngineSettings:
     trust_remote_code: bool = False
     reasoning_parser: str | None = None
     seed: int = 0
+    stall_timeout_s: float = 300.0
+    weight_transfer: bool = False
 
 
 class EngineRejects(ValueError):
@@ -44,11 +48,38 @@ class EngineRejects(ValueError):
 
 @dataclass(frozen=True)
 class EngineProgress:
-    """work: tokens processed since the start, prompts included; it never falls, and stands still only when the engine
-    does. generated: those of them that were sampled."""
+    """work: tokens processed since the start, prompts included, and what was done to replace weights; it never falls,
+    and stands still only when the engine does. generated: tokens that were sampled."""
 
     work: int
     generated: int
+
+
+class WeightReceiver(Protocol):
+    """Full weights from the trainer's GPU to the engine's, without files. Called as `Engine` is.
+
+    ranks: the engine's GPUs by uuid, one a worker. is_linked: whether they are in a group with a trainer.
+    """
+
+    ranks: tuple[str, ...]
+
+    @property
+    def is_linked(self) -> bool: ...
+
+    async def link(self, unique_id: str) -> None:
+        """Join the trainer's group of NCCL; returns when every worker has. Raises `EngineRejects` when they could not,
+        `ServerError` when it is not known whether they did: the engine cannot serve after that."""
+        ...
+
+    def check(self, tensors: Sequence[TensorLayout]) -> None:
+        """Raise `EngineRejects` unless these are the model's weights: all that can be known before the trainer
+        sends."""
+        ...
+
+    async def receive(self, version: int, tensors: Sequence[TensorLayout]) -> int:
+        """As `Engine.load_weights`, with what the trainer sends meanwhile. Whatever ends it before the end, a
+        cancellation too, ends the engine: nobody could say which weights it has."""
+        ...
 
 
 class Engine(Protocol):
@@ -62,6 +93,11 @@ class Engine(Protocol):
     max_model_len: int
     vocab_size: int
     max_lora_rank: int | None
+
+    @property
+    def receiver(self) -> WeightReceiver | None:
+        """Who takes full weights over NCCL; None where they come as files only."""
+        ...
 
     def check_sampling(self, sampling: Sampling) -> None:
         """Raise `EngineRejects` naming the first option that `generate` would not honour."""

@@ -21,7 +21,13 @@ from axolotl.serving.engines.full_weights import check_weight_files, copy_tensor
 from axolotl.serving.engines.lora import LoraPair, read_adapter
 from axolotl.serving.engines.merging import MergedWeights
 from axolotl.serving.engines.options import token_rules
-from axolotl.serving.engines.protocol import EngineName, EngineProgress, EngineRejects, EngineSettings
+from axolotl.serving.engines.protocol import (
+    EngineName,
+    EngineProgress,
+    EngineRejects,
+    EngineSettings,
+    WeightReceiver,
+)
 from axolotl.serving.engines.scoring import score
 from axolotl.serving.engines.transformers_start import load
 from axolotl.serving.engines.work import Work
@@ -38,6 +44,7 @@ class TransformersEngine:
 
     name: EngineName = "transformers"
     weight_transports: tuple[WeightTransport, ...] = ("files",)
+    receiver: WeightReceiver | None = None
 
     def __init__(
         self,
@@ -164,7 +171,7 @@ class TransformersEngine:
             weights = check_weight_files(self._model, directory)
             with self._worker.ends_on_failure(loop, f"weights of version {version} were loaded"):
                 self._merge(version, {})
-                count = copy_weights(self._model, weights)
+                count = copy_weights(self._model, weights, self._work)
             self._policies = {version: {}}
             self._plain_version = version
             return count
@@ -179,7 +186,7 @@ class TransformersEngine:
             with self._worker.ends_on_failure(loop, "the base weights were read again"):
                 self._merge(0, {})
                 if self._plain_version != 0:
-                    copy_tensors(self._model, self._read_base())
+                    copy_tensors(self._model, self._read_base(), self._work)
             self._policies = {0: {}}
             self._plain_version = 0
 

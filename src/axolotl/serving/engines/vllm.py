@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -28,7 +29,8 @@ from axolotl.serving.engines.vllm_calls import Calls
 from axolotl.serving.engines.vllm_environment import prepare_environment, require_vllm
 from axolotl.serving.engines.vllm_requests import completion, params_maker
 from axolotl.serving.engines.vllm_start import Started, import_vllm, start
-from axolotl.serving.engines.weight_files import check_weights
+from axolotl.serving.engines.vllm_transfer import TransferReceiver
+from axolotl.serving.engines.weight_files import Shape, check_layout, check_weights
 from axolotl.serving.wire import Group, Sampling, WeightTransport
 
 if TYPE_CHECKING:
@@ -48,7 +50,6 @@ class VLLMEngine:
     """`Engine` over vLLM's AsyncLLM. Make one with `await VLLMEngine.create(settings)`, end it with `close()`."""
 
     name: EngineName = "vllm"
-    weight_transports: tuple[WeightTransport, ...] = ("files",)
 
     def __init__(self, started: Started, settings: EngineSettings, starter: ThreadPoolExecutor) -> None:
         llm = started.llm
@@ -64,7 +65,7 @@ class VLLMEngine:
         self._starter = starter
         self._model_directory = started.model_directory
         self._base_shapes = base_shapes(started.model_directory)
-        self._calls = Calls(llm)
+        self._calls = Calls(llm, started.processes, self._tokens, stall_s=settings.stall_timeout_s)
         self._traffic = Traffic()
         self._change_lock = asyncio.Lock()
         self._adapters = AdapterSlots(
@@ -72,6 +73,8 @@ class VLLMEngine:
         )
         self._weights_version = 0
         self._closed = False
+        self.weight_transports: tuple[WeightTransport, ...] = ("files", "nccl") if started.gpus else ("files",)
+        self.receiver = TransferReceiver(llm, self._calls, self, started.gpus) if started.gpus else None
 
     @classmethod
     async def create(cls, settings: EngineSettings) -> VLLMEngine:
@@ -178,28 +181,55 @@ class VLLMEngine:
         self._calls.check(params_maker(sampling)(0))
 
     async def load_weights(self, version: int, directory: Path) -> int:
-        config: Any = self._llm.model_config.hf_text_config
-        num_tensors = await asyncio.to_thread(
-            check_weights, directory, self._base_shapes, is_tied=bool(config.tie_word_embeddings)
-        )
-        async with self._change_lock, self._traffic.stopped():
-            await self._replace_weights(directory)
-            self._weights_version = version
+        num_tensors = await asyncio.to_thread(check_weights, directory, self._base_shapes, is_tied=self._is_tied)
+        await self.replace_weights(version, lambda: self._reload(directory), hidden=directory)
         return num_tensors
 
-    async def _replace_weights(self, directory: Path) -> None:
-        """The traffic is stopped. vLLM overwrites the weights in place: after a failure they are nobody's."""
+    def check_layout(self, shapes: Mapping[str, Shape]) -> None:
+        """Raise `EngineRejects` unless weights of these shapes are the model's, each of them once."""
+        if twice := check_layout(shapes, self._base_shapes, is_tied=self._is_tied):
+            raise EngineRejects(f"tensor {twice[0]!r} is also the output layer, and comes twice")
+
+    async def replace_weights(
+        self, version: int, load: Callable[[], Awaitable[None]], *, hidden: Path | None = None
+    ) -> None:
+        """Serve `version` once `load` has overwritten the weights, after the requests in flight.
+
+        hidden: a path that errors must not show.
+        """
+        async with self.quiet():
+            await self._replace_weights(load, hidden)
+            self._weights_version = version
+
+    @asynccontextmanager
+    async def quiet(self) -> AsyncIterator[None]:
+        """No request runs and nothing else changes."""
+        async with self._change_lock, self._traffic.stopped():
+            yield
+
+    @property
+    def _is_tied(self) -> bool:
+        config: Any = self._llm.model_config.hf_text_config
+        return bool(config.tie_word_embeddings)
+
+    async def _reload(self, directory: Path) -> None:
+        reload = self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(directory)})
+        await self._calls.reload(reload, timeout_s=RELOAD_TIMEOUT_S)
+
+    async def _replace_weights(self, load: Callable[[], Awaitable[None]], hidden: Path | None = None) -> None:
+        """It is quiet. vLLM overwrites the weights in place: after a failure they are nobody's."""
         await self._adapters.unload_all()
         calls, llm = self._calls, self._llm
         try:
             await calls.control(llm.pause_generation(mode="wait"))
-            reload = llm.collective_rpc("reload_weights", kwargs={"weights_path": str(directory)})
-            await calls.control(reload, timeout_s=RELOAD_TIMEOUT_S)
+            await load()
             await calls.control(llm.collective_rpc("axolotl_repack_output"))
             await self._clear_caches()
             await calls.control(llm.resume_generation())
         except BaseException as error:
-            reason = str(error).replace(str(directory), "the directory") or type(error).__name__
+            reason = str(error) or type(error).__name__
+            if hidden is not None:
+                reason = reason.replace(str(hidden), "the directory")
             fault = ServerError(
                 "vLLM failed to replace its weights",
                 code="E-SRV-23",
@@ -221,8 +251,10 @@ class VLLMEngine:
             )
 
     def progress(self) -> EngineProgress:
-        counter = self._counter
-        return EngineProgress(work=counter.prompt + counter.generated, generated=counter.generated)
+        return EngineProgress(work=self._tokens() + self._calls.reloading, generated=self._counter.generated)
+
+    def _tokens(self) -> int:
+        return self._counter.prompt + self._counter.generated
 
     async def died(self) -> str:
         reason = await self._calls.died(self.processes)
@@ -234,9 +266,12 @@ class VLLMEngine:
         """Requests still running belong to whoever had the server before: they are aborted."""
         await self._calls.abort_all()
         async with self._change_lock:
+            if self.receiver is not None:
+                await self.receiver.unlink()
             if self._weights_version:
                 async with self._traffic.stopped():
-                    await self._replace_weights(self._model_directory)
+                    base = self._model_directory
+                    await self._replace_weights(lambda: self._reload(base), hidden=base)
                     self._weights_version = 0
                 return
             await self._adapters.unload_all()

@@ -67,6 +67,8 @@ def engine_arguments(settings: EngineSettings, model_directory: str) -> dict[str
             "max_loras": settings.max_loras,
             "max_cpu_loras": settings.max_loras,
         }
+    if settings.weight_transfer:
+        arguments["weight_transfer_config"] = {"backend": "nccl"}
     if settings.device == "cpu":
         arguments |= cpu_arguments(settings)
     return arguments

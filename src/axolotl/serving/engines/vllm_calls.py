@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import math
-from collections.abc import Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import psutil
@@ -26,24 +25,29 @@ T = TypeVar("T")
 #: How often a control call looks whether the engine still lives; vLLM never answers a call whose engine died.
 ALIVE_CHECK_S = 0.5
 
-#: Longest a control call (an adapter, a cache reset) may take.
-CONTROL_TIMEOUT_S = 120.0
-
 
 class Calls:
     """Event loop only.
 
+    work: the engine's counter of tokens. stall_s: how long it may stand still under a control call.
+
     era: goes up with every `abort_all`. A request says in which era it was made; one that comes later never reaches the
-    engine, where its adapter may be gone.
+    engine, where its adapter may be gone. reloading: grows while a reload of weights is at work.
     """
 
-    def __init__(self, llm: AsyncLLM) -> None:
+    def __init__(
+        self, llm: AsyncLLM, processes: Collection[psutil.Process], work: Callable[[], int], *, stall_s: float
+    ) -> None:
         self._llm = llm
+        self._processes = processes
+        self._work = work
+        self._stall_s = stall_s
         self._ids = itertools.count()
         self._running: set[str] = set()
         self._fault: ServerError | None = None
         self._faulted = asyncio.Event()
         self.era = 0
+        self.reloading = 0
 
     def check(self, params: SamplingParams) -> None:
         """Raise `EngineRejects` for what vLLM would refuse; its engine processes are not asked."""
@@ -94,21 +98,52 @@ class Calls:
         if self._running:
             await self._llm.abort(list(self._running))
 
-    async def control(self, call: Coroutine[Any, Any, T], *, timeout_s: float = CONTROL_TIMEOUT_S) -> T:
-        """Await a control call of the engine with a deadline, and notice when the engine dies under it."""
+    async def control(self, call: Coroutine[Any, Any, T]) -> T:
+        """Await a control call of the engine (an adapter, a cache reset), and notice when the engine dies under it.
+
+        Under load it waits for the engine's steps, for as long as they make tokens.
+        """
+        before = self._work()
+
+        def is_moving() -> bool:
+            nonlocal before
+            last, before = before, self._work()
+            return before > last
+
+        return await self._watched(call, is_moving, self._stall_s)
+
+    async def reload(self, call: Coroutine[Any, Any, T], *, timeout_s: float) -> T:
+        """The same for a reload of weights, within `timeout_s`. It makes no tokens, but the engine's processes compute:
+        whoever waits for it sees `reloading` grow."""
+        before = process_tree.cpu_seconds(self._processes)
+
+        def note() -> bool:
+            nonlocal before
+            last, before = before, process_tree.cpu_seconds(self._processes)
+            self.reloading += before > last
+            return False
+
+        return await self._watched(call, note, timeout_s)
+
+    async def _watched(self, call: Coroutine[Any, Any, T], is_moving: Callable[[], bool], timeout_s: float) -> T:
+        """is_moving: asked every `ALIVE_CHECK_S`; the timeout counts from when it last was."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
         if self._fault is not None:
             call.close()
             raise self._fault
+        clock = asyncio.get_running_loop().time
         task = asyncio.ensure_future(call)
+        moved_at = clock()
         try:
-            for _ in range(math.ceil(timeout_s / ALIVE_CHECK_S)):
+            while clock() - moved_at < timeout_s:
                 done, _pending = await asyncio.wait({task}, timeout=ALIVE_CHECK_S)
                 if done:
                     return task.result()
                 if self._llm.errored or self._llm.engine_core.resources.engine_dead:
                     raise dead()
+                if is_moving():
+                    moved_at = clock()
         except EngineDeadError as error:
             raise dead() from error
         except (ServerError, EngineRejects, asyncio.CancelledError):

@@ -17,6 +17,9 @@ REFUSED_VARIABLES = {
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "it lets vLLM unpickle what arrives on its sockets",
 }
 
+#: Longest compilation of one regular expression, in each process that compiles it; vLLM itself keeps to it.
+REGEX_COMPILE_S = 2
+
 MODEL_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
 
 
@@ -70,6 +73,7 @@ def prepare_environment(settings: EngineSettings, environment: MutableMapping[st
     environment["VLLM_NO_USAGE_STATS"] = "1"
     environment["DO_NOT_TRACK"] = "1"
     environment["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    environment["VLLM_REGEX_COMPILATION_TIMEOUT_S"] = str(REGEX_COMPILE_S)
     environment.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if settings.device == "cpu":
         # The sampler compiles one small function on first use: a minute on two cores, and it needs a C++ compiler.

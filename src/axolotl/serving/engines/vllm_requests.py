@@ -68,7 +68,10 @@ def _option(location: tuple[int | str, ...]) -> str:
 
 
 def completion(output: RequestOutput) -> Completion:
+    """Raises `EngineRejects` for a request that vLLM gave up by itself, which it ends like one that is finished."""
     result = output.outputs[0]
+    if result.finish_reason == "error":
+        raise EngineRejects("vLLM gave the request up; a regular expression may have taken too long to compile")
     flat: Any = result.logprobs
     assert len(flat.logprobs) == len(result.token_ids), (len(flat.logprobs), len(result.token_ids))
     return Completion(

@@ -25,13 +25,14 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Started:
     """processes: those that the engine started, to be gone when it is closed. counter: tokens
-    computed so far."""
+    computed so far. gpus: uuids of those that can receive weights, one a worker; none where that was not asked for."""
 
     llm: AsyncLLM
     counter: TokenCounter
     model_directory: Path
     fingerprint: Fingerprint
     processes: frozenset[psutil.Process]
+    gpus: tuple[str, ...] = ()
 
 
 def import_vllm() -> None:
@@ -74,4 +75,8 @@ def start(settings: EngineSettings) -> Started:
             why=first_line(error),
             do="the engine's own log above has the details; vllm.engine: transformers is the way round it",
         ) from error
-    return Started(llm, counter, Path(directory), identity, frozenset(process_tree.children() - before))
+    gpus: tuple[str, ...] = ()
+    if settings.weight_transfer:
+        num_workers = settings.tensor_parallel_size * settings.data_parallel_size
+        gpus = tuple(current_platform.get_device_uuid(index) for index in range(num_workers))
+    return Started(llm, counter, Path(directory), identity, frozenset(process_tree.children() - before), gpus)

@@ -32,10 +32,22 @@ def check_weights(directory: Path, base: Mapping[str, Shape], *, is_tied: bool) 
     Raises `EngineRejects` unless every weight of the base model is there, in its shape and as a floating-point number,
     and nothing else is.
     """
+    files = _read_headers(directory)
+    shared = check_layout({name: shape for name, (_, shape) in files.items()}, base, is_tied=is_tied)
+    for name in shared:
+        if not torch.equal(_read(files, name), _read(files, OUTPUT_WEIGHT)):
+            raise EngineRejects(f"tensors {name!r} and {OUTPUT_WEIGHT!r} are one weight, but they differ")
+    return len(files)
+
+
+def check_layout(pushed: Mapping[str, Shape], base: Mapping[str, Shape], *, is_tied: bool) -> list[str]:
+    """Raise `EngineRejects` as `check_weights`, for names and shapes.
+
+    Returns:
+        Tensors that come a second time as the output layer.
+    """
     if not base:
         raise EngineRejects("the base model has no safetensors files that the weights could be compared with")
-    files = _read_headers(directory)
-    pushed = {name: shape for name, (_, shape) in files.items()}
     allowed = dict(base)
     optional = {name for name in base if name.endswith(COMPUTED)}
     shared = [name for name in base if name.endswith(INPUT_WEIGHT)][:1] if is_tied else []
@@ -47,10 +59,7 @@ def check_weights(directory: Path, base: Mapping[str, Shape], *, is_tied: bool) 
     for name, shape in pushed.items():
         if shape != allowed[name]:
             raise EngineRejects(f"tensor {name!r} has shape {list(shape)}, the base model's is {list(allowed[name])}")
-    for name in shared:
-        if OUTPUT_WEIGHT in files and not torch.equal(_read(files, name), _read(files, OUTPUT_WEIGHT)):
-            raise EngineRejects(f"tensors {name!r} and {OUTPUT_WEIGHT!r} are one weight, but they differ")
-    return len(pushed)
+    return shared if OUTPUT_WEIGHT in pushed else []
 
 
 def _read(files: Mapping[str, tuple[Path, Shape]], name: str) -> torch.Tensor:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 @dataclass
 class Work:
-    """Counts of tokens that only grow. One thread adds, any thread reads.
+    """Counts that only grow. One thread adds, any thread reads.
 
-    processed: prompt tokens after their forward pass, and sampled ones. generated: the sampled ones alone.
+    processed: prompt tokens after their forward pass, sampled ones, and tensors of weights that were replaced.
+    generated: the sampled tokens alone.
     """
 
     processed: int = 0
@@ -17,6 +18,9 @@ class Work:
 
     def read(self, tokens: int) -> None:
         self.processed += tokens
+
+    def replaced_tensor(self) -> None:
+        self.processed += 1
 
     def sampled(self, tokens: int) -> None:
         self.processed += tokens

@@ -65,7 +65,6 @@ def _has_reward_model(value: list[str] | None, _: AxolotlConfig) -> bool:
 TRAINING: tuple[Row, ...] = (
     Row("trl.vllm_mode", lambda value, _: value == "colocate", "set server, or leave it out"),
     Row("trl.vllm_enable_sleep_mode", _set, "it belongs to vllm_mode: colocate; leave it out"),
-    Row("trl.weight_sync", lambda value, _: value == "nccl", "set files, or auto, which is files for now"),
     Row("trl.reward_num_workers", lambda value, _: value > 1, "set 1: rewards run in the trainer"),
     Row("trl.reward_funcs", _has_reward_model, "name reward functions as module.function; reward models come later"),
     Row("trl.rollout_func", _set, "leave it out"),

@@ -6,9 +6,11 @@ import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 
 from axolotl.utils.schemas.config import AxolotlConfig
+from axolotl.utils.schemas.plan import uses_server
 
 # What pip calls a package, where it is not what Python calls it.
 _PIP_NAMES = {
+    "vllm": "axolotl[vllm]",
     "wandb": "axolotl[wandb]",
     "bitsandbytes": "axolotl[bitsandbytes]",
     "liger_kernel": "axolotl[liger]",
@@ -74,6 +76,8 @@ def _needed(config: AxolotlConfig, reporters: Sequence[str]) -> Iterator[tuple[s
             yield f"{name}: true", "bitsandbytes"
     if config.trl.use_liger_loss:
         yield "trl.use_liger_loss: true", "liger_kernel"
+    if uses_server(config) and config.trl.weight_sync == "nccl":
+        yield "trl.weight_sync: nccl", "vllm"
 
 
 def _optimizer_package(optimizer: str) -> str | None:

@@ -205,6 +205,23 @@ def server_can_take_all_weights(config: AxolotlConfig) -> list[Problem]:
     return [Problem((name,), message) for name, is_set in quantised.items() if is_set]
 
 
+def server_can_receive_over_nccl(config: AxolotlConfig) -> list[Problem]:
+    """NCCL carries all the weights, from GPU to GPU, to vLLM. What only the machine knows is checked when they meet."""
+    if config.trl.weight_sync != "nccl":
+        return []
+    path: Path = ("trl", "weight_sync")
+    problems = []
+    if config.trl.vllm_lora_sync:
+        message = "is nccl, which carries all the weights, but trl.vllm_lora_sync: true sends the adapter as files"
+        problems.append(Problem(path, f"{message}; set weight_sync: files, or vllm_lora_sync: false"))
+    if config.vllm.engine == "transformers":
+        message = "is nccl, which vllm.engine: transformers cannot receive; set weight_sync: files, or another engine"
+        problems.append(Problem(path, message))
+    if config.vllm.device == "cpu":
+        problems.append(Problem(path, "is nccl, which needs a GPU, but vllm.device is cpu; set weight_sync: files"))
+    return problems
+
+
 def reference_is_the_base_model(config: AxolotlConfig) -> list[Problem]:
     """With an adapter the reference policy is the model without it, which must be the base model still."""
     if not config.trl.beta or config.adapter is None:
@@ -392,6 +409,7 @@ COMMON: tuple[Rule, ...] = (
     managed_server_is_here,
     server_can_load_the_adapter,
     server_can_take_all_weights,
+    server_can_receive_over_nccl,
     head_has_no_adapter,
     no_plugins,
 )

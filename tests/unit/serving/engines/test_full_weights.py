@@ -12,6 +12,7 @@ from transformers import LlamaForCausalLM
 
 from axolotl.serving.engines.full_weights import check_weight_files, copy_tensors, copy_weights
 from axolotl.serving.engines.protocol import EngineRejects
+from axolotl.serving.engines.work import Work
 from tests.support.tiny_model import tiny_config
 
 Tensors = dict[str, torch.Tensor]
@@ -38,14 +39,16 @@ def written(directory: Path, tensors: Tensors) -> Path:
 def test_every_tensor_is_replaced_in_place(tmp_path: Path) -> None:
     model, other = make_model(seed=0), make_model(seed=1)
     addresses = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
-    assert copy_weights(model, check_weight_files(model, written(tmp_path, tensors_of(other)))) == 12
+    work = Work()
+    assert copy_weights(model, check_weight_files(model, written(tmp_path, tensors_of(other))), work) == 12
+    assert (work.processed, work.generated) == (12, 0)
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, other.state_dict()[name]) and tensor.data_ptr() == addresses[name]
 
 
 def test_other_number_formats_are_converted(tmp_path: Path) -> None:
     model, other = make_model(seed=0).bfloat16(), make_model(seed=1)
-    copy_weights(model, check_weight_files(model, written(tmp_path, tensors_of(other))))
+    copy_weights(model, check_weight_files(model, written(tmp_path, tensors_of(other))), Work())
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, other.state_dict()[name].bfloat16())
 
@@ -54,7 +57,7 @@ def test_other_number_formats_are_converted(tmp_path: Path) -> None:
 def test_a_tied_weight_comes_under_either_name(tmp_path: Path, left_out: str | None) -> None:
     model, other = make_model(seed=0, tied=True), make_model(seed=1, tied=True)
     tensors = {name: tensor for name, tensor in tensors_of(other).items() if name != left_out}
-    copy_weights(model, check_weight_files(model, written(tmp_path, tensors)))
+    copy_weights(model, check_weight_files(model, written(tmp_path, tensors)), Work())
     assert torch.equal(model.lm_head.weight, other.lm_head.weight)
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
@@ -85,7 +88,7 @@ def test_what_does_not_fit_changes_nothing(tmp_path: Path, changed: Callable[[Te
 def test_buffers_may_be_left_out(tmp_path: Path) -> None:
     model = make_model(seed=0)
     model.register_buffer("scale", torch.full((1,), 3.0))
-    copy_weights(model, check_weight_files(model, written(tmp_path, tensors_of(make_model(seed=1)))))
+    copy_weights(model, check_weight_files(model, written(tmp_path, tensors_of(make_model(seed=1)))), Work())
     assert model.get_buffer("scale").tolist() == [3.0]
 
 
@@ -113,5 +116,7 @@ def test_a_file_that_is_no_safetensors_file(tmp_path: Path) -> None:
 
 def test_tensors_of_another_copy_of_the_model() -> None:
     model, other = make_model(seed=0, tied=True), make_model(seed=1, tied=True)
-    copy_tensors(model, other.state_dict())
+    work = Work()
+    copy_tensors(model, other.state_dict(), work)
+    assert work.processed == len(other.state_dict())
     assert all(torch.equal(tensor, other.state_dict()[name]) for name, tensor in model.state_dict().items())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from axolotl.serving.engines.options import TokenRules, token_rules
+from axolotl.serving.engines.options import _READERS, TokenRules, token_rules
 from axolotl.serving.engines.protocol import EngineRejects
 from axolotl.serving.wire import Sampling
 
@@ -38,7 +38,8 @@ def test_biases_and_penalties() -> None:
 
 
 def test_null_means_unset() -> None:
-    assert rules(stop_token_ids=None, logit_bias=None, min_tokens=None) == rules()
+    assert rules(**dict.fromkeys(_READERS)) == rules()
+    assert rules(stop=None, bad_words=None) == rules()
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,17 @@ def test_children_are_those_started_since_and_not_the_resource_tracker() -> None
         end(process)
 
 
+def test_what_processes_compute_is_seen_and_what_has_ended_counts_nothing() -> None:
+    this = psutil.Process()
+    before = process_tree.cpu_seconds({this})
+    while process_tree.cpu_seconds({this}) == before:
+        pass
+    ended = start(POLITE)
+    known = psutil.Process(ended.pid)
+    end(ended)
+    assert process_tree.cpu_seconds({known}) == 0
+
+
 def test_stopping_ends_the_polite_and_the_deaf_and_nobody_else() -> None:
     polite, deaf, bystander = start(POLITE), start(DEAF), start(POLITE)
     try:

@@ -262,5 +262,7 @@ def test_the_end_of_vllms_reader_is_the_engines_death(play: Callable[[Scenario],
 def test_progress_is_the_counters(play: Callable[[Scenario], None]) -> None:
     async def scenario(engine: VLLMEngine, llm: ScriptedLLM) -> None:
         assert engine.progress() == EngineProgress(work=10, generated=3)
+        engine._calls.reloading = 2
+        assert engine.progress() == EngineProgress(work=12, generated=3)
 
     play(scenario)

@@ -38,6 +38,7 @@ def test_only_our_plugin_and_no_telemetry() -> None:
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_REGEX_COMPILATION_TIMEOUT_S": "2",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "TORCH_COMPILE_DISABLE": "1",
     }

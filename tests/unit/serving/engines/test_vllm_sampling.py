@@ -33,6 +33,11 @@ def test_extra_options_arrive() -> None:
     assert fields(extra={"min_tokens": 3})["min_tokens"] == 3
 
 
+@pytest.mark.parametrize("name", ["stop", "bad_words", "logit_bias", "min_tokens", "ignore_eos", "n", "num_beams"])
+def test_null_means_not_set(name: str) -> None:
+    assert fields(extra={name: None}) == fields()
+
+
 def test_text_is_made_only_to_find_stop_strings_in_it() -> None:
     assert fields(extra={"stop": ["\n"]})["detokenize"] is True
     assert fields(extra={"stop": []})["detokenize"] is False

@@ -21,6 +21,7 @@ from axolotl.core.run.signals import StopRequest
 from axolotl.core.trainers.grpo import assembly, specs
 from axolotl.core.trainers.grpo.args import grpo_arguments
 from axolotl.core.trainers.grpo.rewards.loading import load_rewards
+from axolotl.core.trainers.grpo.weight_sync.transport import TrainerSide
 from axolotl.data.prompts import prepare_prompts
 from axolotl.loaders.precision import Precision
 from axolotl.serving.link import ServerLink
@@ -260,6 +261,16 @@ def refusals(config: AxolotlConfig) -> int:
     return len(staleness_is_possible(ahead))
 
 
+def transport(config: AxolotlConfig) -> str:
+    """How full weights travel where trainer and server are vLLM on a GPU each."""
+    info = SimpleNamespace(device="cuda", weight_transports=["files", "nccl"], weight_ranks=["GPU-1"])
+    server = ServerLink(cast(Any, SimpleNamespace(info=info)), Path("sync/adapters/run-1"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(assembly, "trainer_side", lambda device: TrainerSide(device, "GPU-2", has_vllm=True))
+        full = config.model_copy(update={"trl": config.trl.model_copy(update={"vllm_lora_sync": False})})
+        return assembly._transport(cast(Any, SimpleNamespace(config=full, device="cuda")), server)
+
+
 PRODUCER = {"use_data_producer": True}
 REPLAY = {"replay_buffer_size": 10}
 REROLL = {"reroll_start_fraction": 0.5}
@@ -307,7 +318,7 @@ TABLE: dict[str, Reaches | Refused] = {
     "max_staleness": Reaches(3, refusals, 1, {**WITH_SERVER, **PRODUCER, "async_prefetch": True}, SERVED),
     "vllm_sync_interval": Reaches(5, pipeline("sync_interval"), 5, WITH_SERVER, SERVED),
     "vllm_lora_sync": Reaches(True, sends_adapter, True, {"use_vllm": True}, SERVED),
-    "weight_sync": Refused("nccl"),
+    "weight_sync": Reaches("files", transport, "files", WITH_SERVER, SERVED),
     "sync_check_interval": Reaches(3, checks, 3, WITH_SERVER, SERVED),
     "streaming_partial_batch": Reaches(True, pipeline("trains_early"), True, PRODUCER),
     "streaming_min_groups": Reaches(2, pipeline("groups_per_chunk"), 2, {**PRODUCER, "streaming_partial_batch": True}),

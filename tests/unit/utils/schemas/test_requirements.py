@@ -32,6 +32,9 @@ def config(trl=None, **options):
         ({"adapter": "qlora", "load_in_4bit": True}, [], {"axolotl[bitsandbytes]": "adapter: qlora"}),
         ({"adapter": "lora", "load_in_8bit": True}, [], {"axolotl[bitsandbytes]": "load_in_8bit: true"}),
         ({"trl": {"use_liger_loss": True}}, [], {"axolotl[liger]": "trl.use_liger_loss: true"}),
+        ({"trl": {"use_vllm": True, "weight_sync": "nccl"}}, [], {"axolotl[vllm]": "trl.weight_sync: nccl"}),
+        ({"trl": {"use_vllm": True, "weight_sync": "auto"}}, [], {}),
+        ({"trl": {"weight_sync": "nccl"}}, [], {}),
     ],
 )
 def test_what_has_to_be_installed(options, reporters, missing):

@@ -36,17 +36,21 @@ from axolotl.core.trainers.grpo.trainer import AxolotlGRPOTrainer, Evaluate
 from axolotl.core.trainers.grpo.types import CompletionGroup, Order, PromptRow, Slot
 from axolotl.core.trainers.grpo.weight_sync.agreement import tolerance
 from axolotl.core.trainers.grpo.weight_sync.delivery import Delivery
+from axolotl.core.trainers.grpo.weight_sync.direct import DirectWeights
 from axolotl.core.trainers.grpo.weight_sync.full_weights import FullWeights
 from axolotl.core.trainers.grpo.weight_sync.in_process import InProcessSync
 from axolotl.core.trainers.grpo.weight_sync.lora_files import LoraFiles
+from axolotl.core.trainers.grpo.weight_sync.nccl import NcclSender
 from axolotl.core.trainers.grpo.weight_sync.probe import PolicyProbe, Probe
 from axolotl.core.trainers.grpo.weight_sync.proof import ProvenSync
+from axolotl.core.trainers.grpo.weight_sync.transport import choose_transport, trainer_side
 from axolotl.data.prompts import PromptData, check_room
 from axolotl.loaders.model import load_model, lora_config
 from axolotl.loaders.precision import Precision
 from axolotl.loaders.refusals import refused_by_libraries
 from axolotl.serving.engines.options import token_rules
 from axolotl.serving.link import ServerLink
+from axolotl.serving.wire import WeightTransport
 from axolotl.utils.schemas.config import AxolotlConfig
 from axolotl.utils.schemas.plan import batch_plan
 
@@ -81,6 +85,8 @@ def assemble(parts: Parts) -> AxolotlGRPOTrainer:
     """A trainer that is ready to train."""
     config = parts.config
     sampler = build_sampler(config, len(parts.prompts.train))
+    if parts.server is not None:
+        _transport(parts, parts.server)  # refuses before the model is loaded
     trainer = _trl_trainer(parts, sampler)
     trainer.remove_callback(PrinterCallback)
     sync = _weight_sync(parts, trainer)
@@ -163,7 +169,19 @@ def _weight_sync(parts: Parts, trainer: AxolotlGRPOTrainer) -> WeightSync:
 def _delivery(parts: Parts, trainer: AxolotlGRPOTrainer, server: ServerLink) -> Delivery:
     if parts.config.trl.vllm_lora_sync:
         return LoraFiles(lambda: cast(PeftModel, trainer.policy()), server.client, server.directory)
-    return FullWeights(trainer.policy, server.client, server.weights_directory)
+    if _transport(parts, server) == "files":
+        return FullWeights(trainer.policy, server.client, server.weights_directory)
+    sender = NcclSender(torch.device(parts.device).index or 0)
+    direct = DirectWeights(trainer.policy, server.client, server.weights_directory, sender)
+    direct.connect(is_required=parts.config.trl.weight_sync == "nccl")
+    return direct
+
+
+def _transport(parts: Parts, server: ServerLink) -> WeightTransport:
+    """Raises `ConfigError` when the config wants what the two sides cannot do."""
+    if parts.config.trl.vllm_lora_sync:
+        return "files"
+    return choose_transport(parts.config.trl.weight_sync, server.client.info, trainer_side(parts.device))
 
 
 def _is_half(precision: Precision) -> bool:

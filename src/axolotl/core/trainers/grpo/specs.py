@@ -8,7 +8,7 @@ from typing import Any, cast
 from axolotl.core.trainers.grpo.algo.advantages import AdvantageSpec
 from axolotl.core.trainers.grpo.algo.importance import ImportanceSpec
 from axolotl.core.trainers.grpo.algo.shares import TOKEN_LOSSES
-from axolotl.serving.wire import Sampling
+from axolotl.serving.wire import Sampling, without_nulls
 from axolotl.utils.schemas.config import AxolotlConfig
 from axolotl.utils.schemas.plan import batch_plan, uses_server
 
@@ -114,9 +114,11 @@ def sampling(config: AxolotlConfig, *, end_token: int | None = None) -> Sampling
         end_token: one that the config made an end token; the generator knows those of the base model only.
     """
     trl = config.trl
-    extra = dict(trl.generation_kwargs or {})
-    if end_token is not None:
-        extra["stop_token_ids"] = sorted({*extra.get("stop_token_ids", ()), end_token})
+    extra = without_nulls(trl.generation_kwargs or {})
+    stops = extra.get("stop_token_ids", [])
+    # What is no list is for the engine to refuse, in its own words.
+    if end_token is not None and isinstance(stops, list):
+        extra["stop_token_ids"] = stops if end_token in stops else [*stops, end_token]
     assert trl.max_completion_length is not None and trl.num_generations is not None
     return Sampling(
         n=trl.num_generations,

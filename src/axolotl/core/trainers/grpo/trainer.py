@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 from peft import PeftModel
 from torch.utils.data import DataLoader
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, TrainerState
 from trl import GRPOTrainer  # type: ignore[attr-defined]
 
 from axolotl import failpoints
@@ -351,6 +351,12 @@ class AxolotlGRPOTrainer(GRPOTrainer):
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         if self._staging is None:
             super()._push_from_checkpoint(checkpoint_folder)
+    def restore_finished(self, checkpoint: Path) -> None:
+        """The policy and the state at the end of a run, from the checkpoint of its last step: ready to be saved."""
+        self.state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+        best = self.state.best_model_checkpoint
+        is_best = self.args.load_best_model_at_end and best is not None and Path(best).is_dir()
+        self._load_from_checkpoint(str(best if is_best else checkpoint))
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """TRL would write its README.md over a user's at every checkpoint; PEFT and transformers leave one in each."""

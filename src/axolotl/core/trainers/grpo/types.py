@@ -34,9 +34,10 @@ class PromptRow:
 class Completion:
     """One sampled completion, on the CPU, as plain numbers.
 
-    ids: `[c]`, c >= 1. logprobs: `[c]` of the distribution each token was drawn from, NaN where unknown, or None when
-    the backend has none. adapter_version and instance_id name the policy that made it; version 0 is the base model.
-    is_renormalised: the log-probs are of a distribution that top_p, top_k or min_p cut, what they kept is unknown.
+    ids: `[c]`, c >= 1. logprobs: `[c]` under the sampling policy before top_p, top_k and min_p cut it (temperature and
+    penalties applied), NaN where unknown, or None when the backend has none. is_renormalised: they are those of the cut
+    distribution instead, since what it kept is unknown. adapter_version and instance_id name the policy that made it;
+    version 0 is the base model.
     """
 
     ids: tuple[int, ...]

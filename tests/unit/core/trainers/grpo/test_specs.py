@@ -1,3 +1,5 @@
+import pytest
+
 from axolotl.cli.config import config_from_mapping
 from axolotl.core.trainers.grpo.algo.importance import ImportanceSpec
 from axolotl.core.trainers.grpo.specs import advantage_spec, importance_spec, sampling
@@ -17,8 +19,21 @@ def config(**trl: object) -> AxolotlConfig:
 
 def test_an_end_token_of_the_config_stops_generation_beside_those_of_the_user() -> None:
     drawn = sampling(config(generation_kwargs={"stop_token_ids": [9]}), end_token=4)
-    assert drawn.extra == {"stop_token_ids": [4, 9]}
+    assert drawn.extra == {"stop_token_ids": [9, 4]}
     assert sampling(config()).extra == {}
+    assert sampling(config(), end_token=4).extra == {"stop_token_ids": [4]}
+
+
+@pytest.mark.parametrize("name", ["stop_token_ids", "stop", "bad_words", "logit_bias", "min_tokens", "ignore_eos"])
+def test_null_in_generation_kwargs_means_not_set(name: str) -> None:
+    with_null = config(generation_kwargs={name: None})
+    assert sampling(with_null).extra == {}
+    assert sampling(with_null, end_token=4).extra == {"stop_token_ids": [4]}
+
+
+@pytest.mark.parametrize("value", [7, "7", {"a": 1}])
+def test_stop_tokens_that_are_no_list_are_left_for_the_engine_to_refuse(value: object) -> None:
+    assert sampling(config(generation_kwargs={"stop_token_ids": value}), end_token=4).extra == {"stop_token_ids": value}
 
 
 def test_the_importance_correction_needs_a_sampler_of_its_own() -> None:

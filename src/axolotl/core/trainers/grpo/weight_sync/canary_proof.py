@@ -38,7 +38,6 @@ class CanaryProof:
     def __init__(
         self, delivery: Delivery, client: ServerClient, probe: PolicyProbe, server: ServerProbe, tolerance: float
     ) -> None:
-        self.is_proven = False
         self.noise = SMALLEST_NOISE
         self.base: torch.Tensor | None = None
         self.served_base: torch.Tensor | None = None
@@ -49,6 +48,12 @@ class CanaryProof:
         self._tolerance = tolerance
         self._canary: Expected | None = None
         self._digest = ""
+        self._proven_on: str | None = None
+
+    @property
+    def is_proven(self) -> bool:
+        """For the process that serves now."""
+        return self._proven_on == self._client.info.instance_id
 
     def prove(self, others: Mapping[str, torch.Tensor]) -> None:
         """Push a canary and hold the server to it. others: log-probs of what it may serve now, beside the base model.
@@ -60,24 +65,21 @@ class CanaryProof:
             self._measure_base()
         assert self.base is not None
         logps, delivered = self._deliver({name_of(0): self.base, **others})
-        tokens = self._probe.probe.tokens
-        self._canary = Expected(CANARY_VERSION, tokens, logps, {name_of(0): self.base, **others})
-        self._digest = delivered.digest
+        canary = Expected(CANARY_VERSION, self._probe.probe.tokens, logps, {name_of(0): self.base, **others})
         point("srv.canary")
-        self._hold_to(self._canary)
-        self.is_proven = True
+        self._hold_to(canary)
+        self._canary, self._digest = canary, delivered.digest
 
     def repeat(self) -> None:
         """For a server that knows nothing of this run yet. Full weights are not kept for it: there the base model is
-        compared, and the next push begins with a canary again."""
-        if not self.is_proven:
+        compared, and when it is another process the next push begins with a canary again."""
+        if self._canary is None:
             return
-        assert self._canary is not None and self.served_base is not None
+        assert self.served_base is not None
         if self._delivery.has_adapter:
             self._client.set_adapter(CANARY_VERSION, self._digest)
             self._hold_to(self._canary)
         else:
-            self.is_proven = False
             self._require(Expected(0, self._canary.tokens, self.served_base, {}), self._server.score(0))
 
     def _measure_base(self) -> None:
@@ -120,6 +122,7 @@ class CanaryProof:
         tokens, drawn = self._server.draw(CANARY_VERSION)
         others = {name_of(0): self._server.score(0, tokens)} if self._delivery.has_adapter else {}
         self._require(Expected(CANARY_VERSION, tokens, self._server.score(CANARY_VERSION, tokens), others), drawn)
+        self._proven_on = self._client.info.instance_id
 
     def _require(self, expected: Expected, served: torch.Tensor, tolerance: float | None = None) -> None:
         limit = self._tolerance if tolerance is None else tolerance

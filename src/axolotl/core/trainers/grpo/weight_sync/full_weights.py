@@ -48,23 +48,39 @@ class FullWeights:
             SyncError: the weights are not finite, or the server refused them or confirmed something else.
         """
         started = time.perf_counter()
-        count = 0
-
-        def write(directory: Path) -> None:
-            nonlocal count
-            limit = served_dtype(self._client.info.dtype)
-            for number, shard in enumerate(shards(policy_weights(self._policy()), self._shard_bytes, limit)):
-                require_finite(shard, version)
-                save_file(shard, directory / f"model-{number:05d}.safetensors", metadata={"format": "pt"})
-                count += len(shard)
-
-        digest = publish(self._directory, version, write, kind="weights")
+        digest, count = publish_weights(
+            self._directory,
+            version,
+            policy_weights(self._policy()),
+            served_dtype(self._client.info.dtype),
+            shard_bytes=self._shard_bytes,
+        )
         saved = time.perf_counter()
         answer = self._client.set_weights(version, digest)
         point("sync.after_post")
         check_reached(answer.num_modules, count, f"weights version {version}")
         remove_others(self._directory, {version})
         return Delivered(save_s=saved - started, load_s=time.perf_counter() - saved, digest=digest)
+
+
+def publish_weights(
+    root: Path, version: int, weights: Iterable[Named], served: torch.dtype, *, shard_bytes: int = SHARD_BYTES
+) -> tuple[str, int]:
+    """Publish `weights` as `root/v<version>`; returns the digest of the manifest and how many tensors there are.
+
+    Raises:
+        SyncError: `E-SYN-10` they are not finite.
+    """
+    count = 0
+
+    def write(directory: Path) -> None:
+        nonlocal count
+        for number, shard in enumerate(shards(weights, shard_bytes, served)):
+            require_finite(shard, version)
+            save_file(shard, directory / f"model-{number:05d}.safetensors", metadata={"format": "pt"})
+            count += len(shard)
+
+    return publish(root, version, write, kind="weights"), count
 
 
 def served_dtype(name: str) -> torch.dtype:
@@ -74,17 +90,19 @@ def served_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def shards(weights: Iterable[Named], size: int, served: torch.dtype) -> Iterator[dict[str, torch.Tensor]]:
-    """Tensors on the CPU in files of about `size` bytes, each with at least one.
+def narrowed(tensor: torch.Tensor, served: torch.dtype) -> torch.Tensor:
+    """In the number format of the server where that is narrower: the server would round it anyway."""
+    if tensor.is_floating_point() and tensor.element_size() > served.itemsize:
+        return tensor.to(served)
+    return tensor
 
-    served: a tensor that is wider than this is written in it, since the server would round it anyway.
-    """
+
+def shards(weights: Iterable[Named], size: int, served: torch.dtype) -> Iterator[dict[str, torch.Tensor]]:
+    """Tensors on the CPU in files of about `size` bytes, each with at least one, `narrowed` to `served`."""
     shard: dict[str, torch.Tensor] = {}
     used = 0
     for name, tensor in weights:
-        if tensor.is_floating_point() and tensor.element_size() > served.itemsize:
-            tensor = tensor.to(served)
-        tensor = tensor.cpu().contiguous()
+        tensor = narrowed(tensor, served).cpu().contiguous()
         if shard and used + tensor.nbytes > size:
             yield shard
             shard, used = {}, 0

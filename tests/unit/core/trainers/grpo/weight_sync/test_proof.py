@@ -212,6 +212,18 @@ def test_after_a_restart_full_weights_begin_with_a_canary_again() -> None:
     assert world.calls == ["deliver 4", "score 4"]
 
 
+def test_a_process_that_nobody_spoke_of_begins_with_a_canary_too() -> None:
+    """A delivery may have the server claimed again by itself, in the middle of a push."""
+    world = World()
+    sync = world.sync()
+    sync.push(1)
+    world.info.instance_id = "instance-2"
+    sync.push(2)
+    assert "sync/canary" in sync.metrics
+    sync.push(3)
+    assert "sync/canary" not in sync.metrics
+
+
 def test_a_restart_with_another_base_model_is_caught() -> None:
     world = World()
     sync = world.sync()
