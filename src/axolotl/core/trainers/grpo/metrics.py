@@ -63,8 +63,12 @@ def sampling_metrics(sample: WeightSample) -> dict[str, float]:
     return {
         "sampling/sampling_logp_difference/mean": sample.gaps.mean().item(),
         "sampling/sampling_logp_difference/max": sample.gaps.max().item(),
-        **_spread(weights, "sampling/importance_sampling_ratio"),
-        **_spread(ratios, "sampling/importance_sampling_ratio_unclipped"),
+        "sampling/importance_sampling_ratio/min": weights.min().item(),
+        "sampling/importance_sampling_ratio/mean": weights.mean().item(),
+        "sampling/importance_sampling_ratio/max": weights.max().item(),
+        "sampling/importance_sampling_ratio_unclipped/min": ratios.min().item(),
+        "sampling/importance_sampling_ratio_unclipped/mean": ratios.mean().item(),
+        "sampling/importance_sampling_ratio_unclipped/max": ratios.max().item(),
         "sampling/importance_sampling_ratio_changed": sample.is_changed.float().mean().item(),
         "sampling/effective_sample_size": effective_share(weights),
         # Only proportions matter, and a ratio of the largest to itself cannot overflow.
@@ -83,14 +87,6 @@ def effective_share(weights: torch.Tensor) -> float:
     """Kish's effective sample size over the number of weights; 0 where all are 0."""
     squares = weights.square().sum().item()
     return weights.sum().item() ** 2 / (squares * weights.numel()) if squares > 0 else 0.0
-
-
-def _spread(values: torch.Tensor, name: str) -> dict[str, float]:
-    return {
-        f"{name}/min": values.min().item(),
-        f"{name}/mean": values.mean().item(),
-        f"{name}/max": values.max().item(),
-    }
 
 
 def _moments(values: torch.Tensor, mean_name: str, std_name: str) -> dict[str, float]:

@@ -33,6 +33,7 @@ from axolotl.core.trainers.grpo.algo.importance import (
 )
 from axolotl.core.trainers.grpo.algo.logprobs import token_logps_and_entropies
 from axolotl.core.trainers.grpo.algo.shares import TOKEN_TOTAL_LOSSES
+from axolotl.core.trainers.grpo.algo.stored_logps import stored_policy_logps
 from axolotl.core.trainers.grpo.distributed import sum_over_ranks
 from axolotl.core.trainers.grpo.metrics import off_policy_metrics, sampling_metrics
 from axolotl.core.trainers.grpo.microbatch import MicroBatch
@@ -84,6 +85,7 @@ class AxolotlGRPOTrainer(GRPOTrainer):
         self._left_out: list[torch.Tensor] = []
         self._off_policy: list[torch.Tensor] = []
         self._ratios: list[torch.Tensor] = []
+        self._policy_logps: torch.Tensor | None = None
         self._is_bias_told = False
         self.checkpoints = CheckpointStore(Path(cast(str, self.args.output_dir)))
         self.extra_state: Callable[[Path], None] = lambda checkpoint: None
@@ -113,6 +115,8 @@ class AxolotlGRPOTrainer(GRPOTrainer):
             self.accelerator.gradient_state._set_sync_gradients(is_last)
             with nullcontext() if is_last else self.accelerator.no_sync(model):
                 total += self._run(model, micro_batch)
+            if self._policy_logps is not None:
+                step.remember(micro_batch, self._policy_logps)
         result = step.result()
         total *= result.gradient_scale
         _scale_gradients(model, result.gradient_scale)
@@ -151,6 +155,9 @@ class AxolotlGRPOTrainer(GRPOTrainer):
         """One forward pass, importance weights from its own detached log-probs, then TRL's loss on that forward."""
         forward = self._run_forward(model, inputs, compute_entropy=True, compute_aux_loss=self.aux_loss_enabled)
         logps, result = forward[0], None
+        self._policy_logps = logps.detach()
+        if "stored_logps" in inputs:
+            inputs = {**inputs, "old_per_token_logps": stored_policy_logps(logps, inputs["stored_logps"])}
         if self.importance is not None:
             result = self._importance_weights(inputs, logps)
             inputs = {**inputs, "importance_sampling_ratio": result.weights}
