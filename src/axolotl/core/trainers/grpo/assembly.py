@@ -20,13 +20,13 @@ from axolotl.core.trainers.grpo.generation.server import ServerBackend
 from axolotl.core.trainers.grpo.generation.transformers import TransformersBackend
 from axolotl.core.trainers.grpo.pipeline import RolloutPipeline
 from axolotl.core.trainers.grpo.protocols import DataProducer, GenerationBackend, RewardRunner, WeightSync
+from axolotl.core.trainers.grpo.replaying import Replay
 from axolotl.core.trainers.grpo.rollout.background import BackgroundProducer
 from axolotl.core.trainers.grpo.rollout.collate import collate
 from axolotl.core.trainers.grpo.rollout.making import GroupMaker
 from axolotl.core.trainers.grpo.rollout.planning import Planner, Reroll
 from axolotl.core.trainers.grpo.rollout.producer import SyncProducer
 from axolotl.core.trainers.grpo.rollout.replay import ReplayBuffer, ReplaySpec
-from axolotl.core.trainers.grpo.replaying import Replay
 from axolotl.core.trainers.grpo.rollout.reroll import RerollQueue, RerollSpec, first_reroll_step, most_rerolls
 from axolotl.core.trainers.grpo.sampler import GroupSampler
 from axolotl.core.trainers.grpo.schedule import check_schedule

@@ -31,10 +31,10 @@ from axolotl.core.trainers.grpo.microbatch import (
     split,
 )
 from axolotl.core.trainers.grpo.protocols import DataProducer, WeightSync
+from axolotl.core.trainers.grpo.replaying import Replay, with_logps
 from axolotl.core.trainers.grpo.rollout.pending_files import Pending, load_pending, save_pending
 from axolotl.core.trainers.grpo.rollout.planning import Planner
 from axolotl.core.trainers.grpo.rollout.replay import ReplacedBatch, ReplayGroup
-from axolotl.core.trainers.grpo.replaying import Replay, with_logps
 from axolotl.core.trainers.grpo.rollout.replay_files import load_replay, save_replay
 from axolotl.core.trainers.grpo.rollout.reroll import reroll_metrics
 from axolotl.core.trainers.grpo.scoring import Collate, ScoredBatch, Scorer, TrainedBatch, join
@@ -42,7 +42,6 @@ from axolotl.core.trainers.grpo.specs import StepSpec
 from axolotl.core.trainers.grpo.types import CompletionGroup, PromptRow, RolloutBatch, Slot
 from axolotl.core.trainers.grpo.weight_sync.schedule import is_due, version_of
 from axolotl.errors import Interrupted, SyncError
-
 
 _REROLL = "reroll.json"
 

@@ -358,6 +358,7 @@ class AxolotlGRPOTrainer(GRPOTrainer):
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         if self._staging is None:
             super()._push_from_checkpoint(checkpoint_folder)
+
     def restore_finished(self, checkpoint: Path) -> None:
         """The policy and the state at the end of a run, from the checkpoint of its last step: ready to be saved."""
         self.state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
