@@ -251,6 +251,7 @@ def _train(trainer: AxolotlGRPOTrainer, output: OutputDir, checkpoint: Path | No
 
     if checkpoint is not None and _is_finished(checkpoint, trainer):
         _say(f"{checkpoint} is the end of a finished run: nothing left to train; raise max_steps to go on")
+        _take_over(trainer, checkpoint)
         return
     trainer.add_callback(StopAtBoundary(stop))
     try:
@@ -280,15 +281,19 @@ def _is_finished(checkpoint: Path, trainer: AxolotlGRPOTrainer) -> bool:
     return done >= planned
 
 
+def _take_over(trainer: AxolotlGRPOTrainer, checkpoint: Path) -> None:
+    """The run may have ended before it saved its policy: what is saved now is what it would have saved."""
+    from transformers import TrainerState
+
+    trainer.state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+    best = trainer.state.best_model_checkpoint if trainer.args.load_best_model_at_end else None
+    trainer._load_from_checkpoint(best if best is not None and Path(best).is_dir() else str(checkpoint))
+
+
 def _finish(trainer: AxolotlGRPOTrainer, output: OutputDir, config: AxolotlConfig) -> None:
     from axolotl.core.run.output_dir import LAST_ERROR
 
     failpoints.point("end")
-    if trainer.state.global_step == 0:
-        # Nothing was trained: what an earlier run saved stays.
-        output.file(LAST_ERROR).unlink(missing_ok=True)
-        trainer.pipeline.close()
-        return
     with output.saving():
         trainer.save_model(str(output.path))
     if uses_server(config) and not config.vllm.managed:
