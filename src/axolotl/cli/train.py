@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from axolotl import failpoints
 from axolotl.cli.config import LoadedConfig, dump_config
-from axolotl.cli.resume import check_data, find_checkpoint, resume_wanted, run_record
+from axolotl.cli.resume import check_data, find_checkpoint, is_best_forgotten, resume_wanted, run_record
 from axolotl.core.run.checkpoints.lock import run_lock
 from axolotl.core.run.checkpoints.store import CheckpointStore
 from axolotl.errors import Interrupted, ServerError, SyncError
@@ -58,6 +58,7 @@ def run(loaded: LoadedConfig, flags: TrainFlags) -> None:
     _prepare_environment(loaded.config)
     from axolotl.core.run.faults import named_faults
     from axolotl.core.run.output_dir import RESOLVED_CONFIG, OutputDir
+    from axolotl.core.run.resumed import FollowConfig
     from axolotl.core.run.signals import StopRequest, exit_on_sigterm
 
     config = loaded.config
@@ -82,6 +83,8 @@ def run(loaded: LoadedConfig, flags: TrainFlags) -> None:
             check_data(checkpoint, config, data)
         trainer = _build(parts, output)
         trainer.checkpoints = _store(config, output, data)
+        if checkpoint is not None:
+            trainer.add_callback(FollowConfig(is_best_forgotten=is_best_forgotten(checkpoint, config)))
         _train(trainer, output, checkpoint, stop)
         _finish(trainer, output, config)
 
@@ -230,11 +233,9 @@ def _build(parts: Parts, output: OutputDir) -> AxolotlGRPOTrainer:
     from axolotl.core.run.bookkeeping import NoteWrittenFiles
     from axolotl.core.run.metrics_file import MetricsFile
     from axolotl.core.run.progress import Progress
-    from axolotl.core.run.resumed import FollowConfig
 
     trainer = HFRLTrainerBuilder(parts).build()
     for callback in (
-        FollowConfig(),
         MetricsFile(output.file("metrics.jsonl")),
         Progress(),
         NoteWrittenFiles(output),
