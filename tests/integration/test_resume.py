@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import Trainer
 
+from axolotl import failpoints
 from axolotl.cli import train
 from axolotl.cli.main import main
 from axolotl.core.run.checkpoints.lock import run_lock
@@ -96,6 +98,18 @@ def test_a_run_killed_before_the_rename_loses_nothing(
     assert main(["train", "config.yaml", *SAVE_ALL, "--resume"]) == 0
     assert "resuming from out/checkpoint-3" in capsys.readouterr().err
     assert same_end(stopped, whole) and temporaries(stopped) == []
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_a_run_killed_after_its_last_checkpoint_is_finished(stopped: Path, whole: Path, is_cut: bool) -> None:
+    shutil.copytree(whole / "out" / "checkpoint-4", stopped / "checkpoint-4")
+    if is_cut:
+        (stopped / "adapter_model.safetensors").write_bytes(b"half")
+    assert main(["train", "config.yaml", *SAVE_ALL, "--resume"]) == 0
+    assert same_end(stopped, whole)
+    assert (stopped / "adapter_model.safetensors").read_bytes() == (
+        whole / "out" / "adapter_model.safetensors"
+    ).read_bytes()
 
 
 def test_all_damaged_is_an_error_and_not_a_fresh_start(stopped: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -189,3 +203,40 @@ def test_what_the_pipeline_adds_is_part_of_the_checkpoint(stopped: Path, monkeyp
     assert {"rollouts/rank-0.json", "run.json", "optimizer.pt", "rng_state.pth"} <= read_manifest(checkpoint).keys()
     remove(checkpoint / "rollouts" / "rank-0.json")
     assert [problem.file for problem in verify(checkpoint)] == ["rollouts/rank-0.json"]
+
+
+POINTS = sorted(point for point in failpoints.POINTS if point.startswith("ckpt."))
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_fault_anywhere_in_a_save_costs_no_checkpoint(
+    stopped: Path, whole: Path, point: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(failpoints.VARIABLE, f"{point}=raise:EIO")
+    code = main(["train", "config.yaml", *SAVE_ALL, "--save_total_limit", "3", "--resume"])
+    said = capsys.readouterr().err
+    if point.endswith("_prune"):
+        assert code == 0 and "warning: older checkpoints could not be removed" in said
+    else:
+        assert code == 9 and "E-STO-01" in said and "Input/output error" in said
+    assert temporaries(stopped) == [] and all(verify(path) == [] for path in stopped.glob("checkpoint-*"))
+    assert {"checkpoint-2", "checkpoint-3"} <= {path.name for path in stopped.glob("checkpoint-*")}
+    monkeypatch.delenv(failpoints.VARIABLE)
+    assert main(["train", "config.yaml", *SAVE_ALL, "--resume"]) == 0
+    assert same_end(stopped, whole)
+
+
+def test_a_checkpoint_is_uploaded_when_it_is_complete(stopped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    uploaded: list[str] = []
+
+    def push(trainer: Trainer, folder: str) -> None:
+        assert verify(Path(folder)) == []
+        uploaded.append(Path(folder).name)
+
+    monkeypatch.setattr("axolotl.cli.main.check_accounts", lambda config, reporters: None)
+    monkeypatch.setattr(Trainer, "init_hf_repo", lambda trainer, token=None: None)
+    monkeypatch.setattr(Trainer, "_push_from_checkpoint", push)
+    monkeypatch.setattr(Trainer, "push_to_hub", lambda trainer, **kwargs: None)
+    arguments = ["--hub_model_id", "me/model", "--max_steps", "5"]
+    assert main(["train", "config.yaml", *SAVE_ALL, "--resume", *arguments]) == 0
+    assert uploaded == ["checkpoint-4", "checkpoint-5"]

@@ -11,10 +11,13 @@ import time
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from axolotl import failpoints
+from axolotl.cli import train
+from axolotl.cli.config import LoadedConfig
 from axolotl.errors import EnvironmentFault
 from axolotl.failpoints import POINTS, VARIABLE, arm, parse, point
 
@@ -203,6 +206,19 @@ def test_what_cannot_be_used_is_one_error(text: str, why: str) -> None:
         armed(text)
     assert raised.value.code == "E-ENV-13"
     assert why in raised.value.why
+
+
+def test_a_run_says_so_before_it_does_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "sync.after_file=kill")
+    with pytest.raises(EnvironmentFault) as raised:
+        train.run(cast(LoadedConfig, None), train.TrainFlags())
+    assert raised.value.code == "E-ENV-13"
+
+
+def test_the_first_point_is_a_checked_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "cfg.loaded=raise:RuntimeError")
+    with pytest.raises(RuntimeError, match=VARIABLE):
+        train.run(cast(LoadedConfig, None), train.TrainFlags())
 
 
 def test_all_that_the_page_shows_can_be_written() -> None:

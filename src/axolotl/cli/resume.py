@@ -61,6 +61,12 @@ def check_data(checkpoint: Path, config: AxolotlConfig, data: str) -> None:
     _refuse(compare(read_record(checkpoint), run_record(config, data)), checkpoint)
 
 
+def is_best_forgotten(checkpoint: Path, config: AxolotlConfig) -> bool:
+    """Whether the checkpoint's best value is one of another metric than the config's, or best the other way round."""
+    was = read_record(checkpoint)["config"]
+    return any(was[name] != getattr(config, name) for name in ("metric_for_best_model", "greater_is_better"))
+
+
 def _newest(output_dir: Path) -> Path:
     found = newest_verified(output_dir)
     for skipped in found.skipped:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from axolotl import failpoints
 from axolotl.cli.config import LoadedConfig, dump_config
-from axolotl.cli.resume import check_data, find_checkpoint, resume_wanted, run_record
+from axolotl.cli.resume import check_data, find_checkpoint, is_best_forgotten, resume_wanted, run_record
 from axolotl.core.run.checkpoints.lock import run_lock
 from axolotl.core.run.checkpoints.store import CheckpointStore
 from axolotl.errors import Interrupted, ServerError, SyncError
@@ -58,6 +58,7 @@ def run(loaded: LoadedConfig, flags: TrainFlags) -> None:
     _prepare_environment(loaded.config)
     from axolotl.core.run.faults import named_faults
     from axolotl.core.run.output_dir import RESOLVED_CONFIG, OutputDir
+    from axolotl.core.run.resumed import FollowConfig
     from axolotl.core.run.signals import StopRequest, exit_on_sigterm
 
     config = loaded.config
@@ -82,6 +83,8 @@ def run(loaded: LoadedConfig, flags: TrainFlags) -> None:
             check_data(checkpoint, config, data)
         trainer = _build(parts, output)
         trainer.checkpoints = _store(config, output, data)
+        if checkpoint is not None:
+            trainer.add_callback(FollowConfig(is_best_forgotten=is_best_forgotten(checkpoint, config)))
         _train(trainer, output, checkpoint, stop)
         _finish(trainer, output, config)
 
@@ -228,14 +231,15 @@ def _build(parts: Parts, output: OutputDir) -> AxolotlGRPOTrainer:
     from axolotl.core.builders.rl import HFRLTrainerBuilder
     from axolotl.core.run.best_metric import RequireBestMetric
     from axolotl.core.run.bookkeeping import NoteWrittenFiles
+    from axolotl.core.run.journal import JOURNAL, JournalFile
     from axolotl.core.run.metrics_file import MetricsFile
     from axolotl.core.run.progress import Progress
-    from axolotl.core.run.resumed import FollowConfig
+    from axolotl.core.run.step_record import step_record
 
     trainer = HFRLTrainerBuilder(parts).build()
     for callback in (
-        FollowConfig(),
         MetricsFile(output.file("metrics.jsonl")),
+        JournalFile(output.file(JOURNAL), lambda: step_record(trainer)),
         Progress(),
         NoteWrittenFiles(output),
         RequireBestMetric(),
@@ -248,6 +252,7 @@ def _train(trainer: AxolotlGRPOTrainer, output: OutputDir, checkpoint: Path | No
     from axolotl.core.run.emergency import emergency_checkpoint
     from axolotl.core.run.faults import kept
     from axolotl.core.run.signals import StopAtBoundary
+    from axolotl.core.trainers.grpo.assembly import resume_rollouts
 
     if checkpoint is not None and _is_finished(checkpoint, trainer):
         _say(f"{checkpoint} is the end of a finished run: nothing left to train; raise max_steps to go on")
@@ -255,6 +260,8 @@ def _train(trainer: AxolotlGRPOTrainer, output: OutputDir, checkpoint: Path | No
             # It ended after its last step, in an evaluation or while it was saved.
             trainer.restore_finished(Path(checkpoint))
         return
+    if checkpoint is not None:
+        resume_rollouts(trainer, checkpoint)
     trainer.add_callback(StopAtBoundary(stop))
     try:
         with stop.listening(), emergency_checkpoint(trainer, output.path, is_urgent=lambda: stop.is_urgent):
@@ -287,11 +294,6 @@ def _finish(trainer: AxolotlGRPOTrainer, output: OutputDir, config: AxolotlConfi
     from axolotl.core.run.output_dir import LAST_ERROR
 
     failpoints.point("end")
-    if trainer.state.global_step == 0:
-        # Nothing was trained: what an earlier run saved stays.
-        output.file(LAST_ERROR).unlink(missing_ok=True)
-        trainer.pipeline.close()
-        return
     with output.saving():
         trainer.save_model(str(output.path))
     if uses_server(config) and not config.vllm.managed:

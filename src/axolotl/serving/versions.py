@@ -1,6 +1,6 @@
 """Which policy versions the server holds, and until when. Versions come as adapters, or as full weights.
 
-set_adapter(v3) ─ verify manifest ─ make room ─ engine loads eagerly ─ current = v3, previous = v2, v1 goes when unused
+set_adapter(v3) ─ verify manifest ─ make room ─ engine loads eagerly ─ current = v3; the oldest that is one too many goes
 set_weights(v3) ─ verify manifest ─ refuse all other versions ─ engine finishes its requests, then replaces ─ only v3
 receive_weights(v3)               ─ the same, without files
 use(v2)         ─ counts a request in flight; v2 stays loaded until it ends
@@ -60,8 +60,8 @@ class PolicyVersions:
         self._in_flight: Counter[int] = Counter()
         self._own_version = 0  # of the model's own weights: 0 until full weights are pushed
         self._is_replacing = False
+        self._recent: list[int] = []  # adapters in the order in which they were set last
         self.current = 0
-        self.previous = 0
 
     @property
     def loaded_versions(self) -> list[int]:
@@ -91,7 +91,7 @@ class PolicyVersions:
             yield
         finally:
             self._in_flight[version] -= 1
-            self._drop_unused({self.current, self.previous})
+            self._drop_unused(self._kept(max(2, self._max_held - 1)))
             self._freed.set()
 
     async def set_adapter(self, run_id: str, version: int, manifest_sha256: str) -> AdapterResponse:
@@ -100,9 +100,11 @@ class PolicyVersions:
             await self._settled()
             if not self._is_held(version, manifest_sha256):
                 await self._load_adapter(run_id, version, manifest_sha256)
-            if version != self.current:
-                self.previous, self.current = self.current, version
-            self._drop_unused({self.current, self.previous})
+            if version in self._recent:
+                self._recent.remove(version)
+            self._recent.append(version)
+            self.current = version
+            self._drop_unused(self._kept(max(2, self._max_held - 1)))
             await self._settled()
             return self.response()
 
@@ -144,7 +146,8 @@ class PolicyVersions:
         async with self._lock:
             if self._own_version != 0:
                 await self._to_base()
-            self.current = self.previous = 0
+            self.current = 0
+            self._recent.clear()
             self._drop_unused(set())
             await self._settled()
             return self.response()
@@ -218,7 +221,7 @@ class PolicyVersions:
             raise Refusal(422, "E-SYN-01", "the engine refused the weights", why=str(error)) from error
         self._held = {version: Held(digest, num_tensors)}
         self._own_version = self.current = version
-        self.previous = 0
+        self._recent.clear()
 
     async def _verified(self, kind: Kind, run_id: str, version: int, manifest_sha256: str) -> tuple[Path, Manifest]:
         directory = self._sync_dir / DIRECTORIES[kind] / run_id / f"v{version}"
@@ -233,19 +236,20 @@ class PolicyVersions:
     async def _to_base(self) -> None:
         """The engine as it was started. Only the base model's own requests go on meanwhile."""
         self._is_replacing = self._own_version != 0
-        self.current = self.previous = 0
+        self.current = 0
+        self._recent.clear()
         self._held.clear()
         await self._engine.reset()
         self._own_version = 0
         self._is_replacing = False
 
     async def _make_room(self) -> None:
-        """Leave room for one more adapter: the previous one goes first, then wait for requests in flight."""
+        """Leave room for one more adapter: the oldest ones go first, then wait for requests in flight."""
         try:
             async with asyncio.timeout(ROOM_TIMEOUT_S):
                 while len(self._held) >= self._max_held:
                     self._freed.clear()
-                    self._drop_unused({self.current})
+                    self._drop_unused(self._kept(self._max_held - 1))
                     await self._settled()
                     if len(self._held) >= self._max_held:
                         await self._freed.wait()
@@ -256,6 +260,10 @@ class PolicyVersions:
                 "no room for another adapter version",
                 why=f"requests in flight still use {self.loaded_versions}, and the engine holds {self._max_held}",
             ) from error
+
+    def _kept(self, count: int) -> set[int]:
+        """The newest: completions may still be ordered of any that the trainer's prefetching reaches back to."""
+        return set(self._recent[-count:])
 
     def _drop_unused(self, kept: set[int]) -> None:
         """Begin to unload the adapters that nobody needs; `_settled` waits for it."""

@@ -8,13 +8,21 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 
 class FollowConfig(TrainerCallback):
-    """Intervals and learning rate of a resumed run are those of its config; nothing changes where they are equal."""
+    """Intervals and learning rate of a resumed run are those of its config; nothing changes where they are equal.
+
+    is_best_forgotten: the best value so far is one of another metric.
+    """
+
+    def __init__(self, *, is_best_forgotten: bool = False) -> None:
+        self._is_best_forgotten = is_best_forgotten
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         # The state comes from the checkpoint, with the intervals of the run that wrote it.
         state.compute_steps(args, state.max_steps)  # type: ignore[no-untyped-call]
+        if self._is_best_forgotten:
+            state.best_metric = state.best_global_step = state.best_model_checkpoint = None
         optimizer, scheduler = kwargs.get("optimizer"), kwargs.get("lr_scheduler")
         if optimizer is None or scheduler is None:
             return

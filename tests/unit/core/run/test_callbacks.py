@@ -113,6 +113,13 @@ def test_a_resumed_run_follows_the_intervals_and_the_rate_of_its_config(args: Tr
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.7e-3)
 
 
+def test_what_was_best_by_another_metric_is_forgotten(args: TrainingArguments) -> None:
+    for is_forgotten, best in ((False, 3), (True, None)):
+        state = TrainerState(max_steps=10, best_metric=0.5, best_global_step=3, best_model_checkpoint="checkpoint-3")
+        FollowConfig(is_best_forgotten=is_forgotten).on_train_begin(args, state, CONTROL)
+        assert state.best_global_step == best and (state.best_metric is None) == is_forgotten
+
+
 def test_a_rate_that_is_the_same_is_not_touched(args: TrainingArguments) -> None:
     optimizer, schedule = resumed(args, TrainerState(max_steps=10), rate=1e-2)
     assert optimizer.param_groups[0]["lr"] == 1e-2 * 0.8 and schedule.base_lrs == [1e-2]

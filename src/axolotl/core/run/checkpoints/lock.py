@@ -57,7 +57,7 @@ def _acquire(path: Path, output_dir: Path) -> int:
             os.close(descriptor)
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
                 raise _in_use(output_dir, holder) from None
-            raise
+            raise OSError(error.errno, f"its file system has no locks ({error.strerror})") from error
         if _is_still(descriptor, path):
             break
         # Its holder ended and removed the file between our opening and locking it.

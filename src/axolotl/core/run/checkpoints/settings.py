@@ -33,9 +33,8 @@ _FREE = frozenset(
 _FREE_SECTION = "vllm."
 _NOT_FREE = frozenset({"vllm.max_model_len", "vllm.dtype"})
 
-# A run may be made longer. The learning rate is taken over from the config, and its schedule with it.
-_MAY_GROW = frozenset({"max_steps", "num_epochs"})
-_APPLIED = frozenset({"learning_rate"})
+# What a resumed run takes from its config instead of its checkpoint: where it ends, the learning rate, what is best.
+_APPLIED = frozenset({"greater_is_better", "learning_rate", "max_steps", "metric_for_best_model", "num_epochs"})
 
 # The memory budget of a step; what counts is their product.
 _SPLIT = ("micro_batch_size", "gradient_accumulation_steps")
@@ -85,9 +84,6 @@ def compare(was: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
 def _is_allowed(key: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
     if key in _FREE or key in _APPLIED or (key.startswith(_FREE_SECTION) and key not in _NOT_FREE):
         return True
-    if key in _MAY_GROW:
-        old, new = before.get(key), after.get(key)
-        return old is None or new is None or new > old
     if key in _SPLIT:
         return _product(before) == _product(after)
     return False

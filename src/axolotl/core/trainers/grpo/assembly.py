@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -91,13 +92,32 @@ def assemble(parts: Parts) -> AxolotlGRPOTrainer:
     trainer.remove_callback(PrinterCallback)
     sync = _weight_sync(parts, trainer)
     backend = _backend(parts, trainer)
+    pipeline = _pipeline(parts, trainer, sync, backend, sampler)
     trainer.attach(
-        _pipeline(parts, trainer, sync, backend, sampler),
+        pipeline,
         sampler,
         importance=importance_spec(config),
         evaluation=_evaluation(parts, backend),
     )
+    trainer.extra_state = partial(_save_rollouts, pipeline)
     return trainer
+
+
+def resume_rollouts(trainer: AxolotlGRPOTrainer, checkpoint: Path) -> None:
+    """What the checkpoint keeps of the pipeline; one that was written without this part keeps nothing."""
+    directory = _rollouts(trainer.pipeline, checkpoint)
+    if directory.is_dir():
+        trainer.pipeline.load_state(directory)
+
+
+def _save_rollouts(pipeline: RolloutPipeline, checkpoint: Path) -> None:
+    directory = _rollouts(pipeline, checkpoint)
+    directory.mkdir(parents=True)
+    pipeline.save_state(directory)
+
+
+def _rollouts(pipeline: RolloutPipeline, checkpoint: Path) -> Path:
+    return checkpoint / "rollouts" / f"rank-{pipeline.accelerator.process_index}"
 
 
 def _trl_trainer(parts: Parts, sampler: GroupSampler) -> AxolotlGRPOTrainer:
@@ -247,6 +267,7 @@ def _pipeline(
         sync=sync,
         accelerator=trainer.accelerator,
         replay=_replay(parts.config, spec),
+        rows=parts.prompts.train,
     )
 
 

@@ -21,6 +21,7 @@ from accelerate import Accelerator
 
 from axolotl.core.trainers.grpo.algo.shares import TOKEN_LOSSES
 from axolotl.core.trainers.grpo.distributed import sum_over_ranks
+from axolotl.core.trainers.grpo.ledger import Counts, Facts, Ledger, tally
 from axolotl.core.trainers.grpo.metrics import completion_metrics, reward_metrics, staleness_metrics
 from axolotl.core.trainers.grpo.microbatch import (
     MicroBatch,
@@ -44,6 +45,19 @@ from axolotl.core.trainers.grpo.weight_sync.schedule import is_due, version_of
 from axolotl.errors import Interrupted, SyncError
 
 _REROLL = "reroll.json"
+_LEDGER = "ledger.json"
+
+
+@dataclass
+class Part:
+    """A chunk of a step. scored: its own groups. trained: what stands for them in training. logps: `[c]` by row of
+    `trained`, under the policy of the step, where they are kept."""
+
+    scored: ScoredBatch
+    trained: TrainedBatch
+    fresh: list[ReplayGroup] = field(default_factory=list)
+    replaced: ReplacedBatch | None = None
+    logps: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -51,12 +65,21 @@ class StepResult:
     """What became of an optimizer step's rollouts.
 
     gradient_scale: what the gradients have to be multiplied with, and the loss: the micro-batches were divided by a
-    number of tokens that was not known yet.
+    number of tokens that was not known yet. counts: what became of this rank's completions. parts: what was trained.
     """
 
     scored: ScoredBatch
     metrics: dict[str, float]
     gradient_scale: float = 1.0
+    counts: Counts = Counts()
+    parts: tuple[Part, ...] = ()
+
+
+@dataclass
+class Books:
+    """What became of the completions of all steps so far."""
+
+    ledger: Ledger = Ledger()
 
 
 @dataclass(frozen=True)
@@ -71,6 +94,8 @@ class RolloutPipeline:
     sync: WeightSync
     accelerator: Accelerator
     replay: Replay | None = None
+    rows: Sequence[PromptRow] = ()
+    books: Books = field(default_factory=Books)
     _resumed: list[Pending] = field(default_factory=list)
 
     def open(self, step: int) -> OpenStep:
@@ -132,19 +157,21 @@ class RolloutPipeline:
         with suppress(Interrupted):
             self.producer.drain()
         save_pending(self.producer, directory)
+        (directory / _LEDGER).write_text(json.dumps(self.books.ledger.as_json()))
         if self.replay is not None:
             save_replay(self.replay.buffer, directory)
         if self.planner.reroll is not None:
             (directory / _REROLL).write_text(json.dumps(self.planner.reroll.queue.state()))
 
-    def load_state(self, directory: Path, rows: Sequence[PromptRow]) -> None:
+    def load_state(self, directory: Path) -> None:
         """What `save_state` kept. Before the first step of a resumed run."""
         if self.replay is not None:
-            kept = load_replay(directory, self.replay.buffer.spec, rows)
+            kept = load_replay(directory, self.replay.buffer.spec, self.rows)
             self.replay.buffer.restore(kept.groups)
         if self.planner.reroll is not None:
             self.planner.reroll.queue.restore(json.loads((directory / _REROLL).read_text()))
-        self._resumed.extend(load_pending(directory, rows))
+        self._resumed.extend(load_pending(directory, self.rows))
+        self.books.ledger = Ledger.from_json(json.loads((directory / _LEDGER).read_text()))
 
     def close(self) -> None:
         self.producer.close()
@@ -165,18 +192,6 @@ class RolloutPipeline:
 
 
 @dataclass
-class Part:
-    """A chunk of a step. scored: its own groups. trained: what stands for them in training. logps: `[c]` by row of
-    `trained`, under the policy of the step, where they are kept."""
-
-    scored: ScoredBatch
-    trained: TrainedBatch
-    fresh: list[ReplayGroup] = field(default_factory=list)
-    replaced: ReplacedBatch | None = None
-    logps: dict[int, torch.Tensor] = field(default_factory=dict)
-
-
-@dataclass
 class OpenStep:
     """An optimizer step in the making. Take all of `micro_batches`, then `result`."""
 
@@ -186,6 +201,7 @@ class OpenStep:
     _parts: list[Part] = field(default_factory=list)
     _running: Part | None = None
     _num_replayed: int = 0
+    _run_rows: list[tuple[Part, int]] = field(default_factory=list)
     _num_skipped: int = 0
     _slots: tuple[Slot, ...] = ()
     _waited: float = 0.0
@@ -208,8 +224,12 @@ class OpenStep:
             num_left -= len(part.scored.batch.groups)
             yield from self._run(part, totals, is_last=num_left == 0)
 
-    def result(self) -> StepResult:
-        """Collective. The numbers of the step, once all of its micro-batches were run."""
+    def result(self, is_left_out: torch.Tensor) -> StepResult:
+        """Collective. The numbers of the step, once all of its micro-batches were run.
+
+        Args:
+            is_left_out: `[n]` bool, the completions of the micro-batches in their order that had no part in the loss.
+        """
         pipeline, spec = self.pipeline, self.pipeline.spec
         scored = join([part.scored for part in self._parts], pipeline.collate)
         totals = pipeline.totals([part.trained for part in self._parts])
@@ -226,7 +246,9 @@ class OpenStep:
             metrics["skipped_zero_adv_batches"] = float(self._num_skipped)
         is_rescaled = spec.trains_early and spec.loss_type in TOKEN_LOSSES and totals.all_tokens > 0
         scale = self._provisional().all_tokens / totals.all_tokens if is_rescaled else 1.0
-        return StepResult(scored, metrics, scale)
+        counts = self._account(is_left_out)
+        metrics |= counts.metrics()
+        return StepResult(scored, metrics, scale, counts, tuple(self._parts))
 
     def remember(self, micro_batch: MicroBatch, logps: torch.Tensor) -> None:
         """Keep the log-probs `[n, c]` that the present policy gives the micro-batch that was taken last."""
@@ -248,6 +270,33 @@ class OpenStep:
             reroll.learn(scored.batch.groups, scored.advantages.rewards)
             metrics |= reroll_metrics(reroll.queue, self._slots)
         return metrics
+
+    def _account(self, is_left_out: torch.Tensor) -> Counts:
+        """Every completion in one class; the sums have to balance."""
+        left_out = iter(is_left_out.tolist())
+        masked = {(id(part), row) for part, row in self._run_rows if next(left_out, False)}
+        counts, num_replayed = Counts(), 0
+        for part in self._parts:
+            size = part.trained.batch.group_size
+            origins = part.replaced.origins if part.replaced is not None else ()
+            is_replayed = [origin.is_replayed for origin in origins] or [False] * len(part.trained.batch.groups)
+            rows = range(part.trained.batch.num_completions)
+            counts += tally(
+                Facts(
+                    has_signal=part.trained.advantages.has_signal.repeat_interleave(size),
+                    is_replayed=torch.tensor(is_replayed).repeat_interleave(size),
+                    is_unscorable=part.trained.advantages.is_unscorable,
+                    is_truncated=part.trained.batch.is_truncated if self.pipeline.spec.mask_truncated else None,
+                    is_masked=torch.tensor([(id(part), row) in masked for row in rows]),
+                )
+            )
+            # The fresh groups that replayed ones stand for.
+            counts += Counts(zero_signal=sum(is_replayed) * size)
+            num_replayed += sum(is_replayed) * size
+        books, num_fresh = self.pipeline.books, sum(part.scored.batch.num_completions for part in self._parts)
+        books.ledger = books.ledger.plus(counts, ordered=num_fresh, replayed=num_replayed)
+        books.ledger.balance()
+        return counts
 
     def _provisional(self) -> StepTotals:
         """What the losses are divided by while the number of tokens is not known."""
@@ -292,6 +341,7 @@ class OpenStep:
         micro_batches = self.pipeline.cut(trained, totals, rows)
         for index, micro_batch in enumerate(micro_batches, 1):
             self._running = part
+            self._run_rows.extend((part, row) for row in micro_batch.rows)
             yield micro_batch, is_last and index == len(micro_batches)
 
 

@@ -90,6 +90,7 @@ class AxolotlGRPOTrainer(GRPOTrainer):
         self.checkpoints = CheckpointStore(Path(cast(str, self.args.output_dir)))
         self.extra_state: Callable[[Path], None] = lambda checkpoint: None
         self._staging: Path | None = None
+        self.last_step: tuple[StepResult, float] | None = None
 
     # -- data: one ticket an optimizer step ---------------------------------------------------------------------
 
@@ -117,11 +118,11 @@ class AxolotlGRPOTrainer(GRPOTrainer):
                 total += self._run(model, micro_batch)
             if self._policy_logps is not None:
                 step.remember(micro_batch, self._policy_logps)
-        result = step.result()
+        result = step.result(self._record_sampling("train"))
         total *= result.gradient_scale
         _scale_gradients(model, result.gradient_scale)
         self._record(result, "train")
-        self._record_sampling("train")
+        self.last_step = (result, float(total))
         self._tell_bias(result.scored.batch)
         if not bool(total.isfinite()):
             raise NumericError(

@@ -81,6 +81,28 @@ def test_wherever_it_is_killed_the_next_run_finds_a_whole_checkpoint(tmp_path: P
     assert recovered > 0, "one that only lacked its name was complete"
 
 
+def test_what_has_a_name_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files before the manifest, that before its directory, all before the rename, and then the rename itself."""
+    done: list[str] = []
+    really_fsync, really_rename = os.fsync, os.rename
+
+    def fsync(descriptor: int) -> None:
+        done.append(os.path.relpath(os.readlink(f"/proc/self/fd/{descriptor}"), tmp_path))
+        really_fsync(descriptor)
+
+    def rename(source: Path, target: Path) -> None:
+        done.append("rename")
+        really_rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "rename", rename)
+    CheckpointStore(tmp_path, record=RECORD).save(3, write)
+    staged = ".tmp-checkpoint-3/checkpoint-3"
+    files = {f"{staged}/{name}" for name in (*CONTENTS, "run.json")}
+    assert set(done[: len(files)]) == files
+    assert done[len(files) :] == [f"{staged}/manifest.json", f"{staged}/rollouts", staged, "rename", "."]
+
+
 def was_killed(action: Callable[[], None], k: int) -> bool:
     """Run `action` in a process of its own that ends at its k-th operation."""
     child = os.fork()

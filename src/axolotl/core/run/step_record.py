@@ -1,0 +1,28 @@
+"""The optimizer step that just ended, as the journal holds it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from axolotl.core.run.journal import StepRecord, group_records, weights_digest
+from axolotl.core.trainers.grpo.pipeline import Part
+from axolotl.core.trainers.grpo.rollout.replay import rewards_of
+from axolotl.core.trainers.grpo.trainer import AxolotlGRPOTrainer
+
+
+def step_record(trainer: AxolotlGRPOTrainer) -> StepRecord:
+    """Of the last step, with the weights that it made."""
+    assert trainer.last_step is not None, "no step was taken"
+    result, loss = trainer.last_step
+    groups = [record for part in result.parts for record in _groups(part)]
+    instances = {name for part in result.parts for name in part.trained.batch.instance_ids}
+    weights = weights_digest(trainer.policy().named_parameters())
+    epoch = trainer.sampler.epoch_of(trainer.state.global_step - 1)
+    return StepRecord(epoch, loss, groups, sorted(instances), result.counts.as_dict(), weights)
+
+
+def _groups(part: Part) -> list[dict[str, Any]]:
+    if part.replaced is None:
+        return group_records(part.trained.batch, part.scored.result.values)
+    origins = [f"step {origin.step}" if origin.is_replayed else "fresh" for origin in part.replaced.origins]
+    return group_records(part.trained.batch, rewards_of(part.replaced.groups), origins=origins)
