@@ -1,6 +1,6 @@
 """Which policy versions the server holds, and until when. Versions come as adapters, or as full weights.
 
-set_adapter(v3) ─ verify manifest ─ make room ─ engine loads eagerly ─ current = v3; the oldest that is one too many goes
+set_adapter(v3) ─ verify manifest ─ make room ─ engine loads eagerly ─ current = v3; the oldest too many goes
 set_weights(v3) ─ verify manifest ─ refuse all other versions ─ engine finishes its requests, then replaces ─ only v3
 receive_weights(v3)               ─ the same, without files
 use(v2)         ─ counts a request in flight; v2 stays loaded until it ends

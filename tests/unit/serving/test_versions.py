@@ -188,15 +188,23 @@ def test_a_version_is_held_until_the_engine_has_forgotten_it(tmp_path: Path) -> 
 
 def test_a_version_that_could_not_be_unloaded_goes_with_the_next(tmp_path: Path) -> None:
     async def body(versions: PolicyVersions, engine: FakeEngine, sync_dir: Path) -> None:
-        await load(versions, sync_dir, 1, 2)
+        await load(versions, sync_dir, 1, 2, 3)
         engine.unload_fault = ServerError("no answer", code="E-SRV-05")
-        await load(versions, sync_dir, 3)
-        assert versions.loaded_versions == [1, 2, 3]
-        engine.unload_fault = None
         await load(versions, sync_dir, 4)
-        assert versions.loaded_versions == [3, 4]
+        assert versions.loaded_versions == [1, 2, 3, 4]
+        engine.unload_fault = None
+        await load(versions, sync_dir, 5)
+        assert versions.loaded_versions == [3, 4, 5]
 
     scenario(tmp_path, body, max_held=4)
+
+
+def test_the_newest_stay_as_many_as_prefetching_may_ask_for(tmp_path: Path) -> None:
+    async def body(versions: PolicyVersions, engine: FakeEngine, sync_dir: Path) -> None:
+        await load(versions, sync_dir, *range(1, 8))
+        assert versions.loaded_versions == [4, 5, 6, 7]
+
+    scenario(tmp_path, body, max_held=5)
 
 
 def test_any_number_is_a_version_of_its_own(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ class StepResult:
     scored: ScoredBatch
     metrics: dict[str, float]
     gradient_scale: float = 1.0
-    counts: Counts = Counts()
+    counts: Counts = field(default_factory=Counts)
     parts: tuple[Part, ...] = ()
 
 
@@ -79,7 +79,7 @@ class StepResult:
 class Books:
     """What became of the completions of all steps so far."""
 
-    ledger: Ledger = Ledger()
+    ledger: Ledger = field(default_factory=Ledger)
 
 
 @dataclass(frozen=True)
@@ -114,8 +114,9 @@ class RolloutPipeline:
 
     def evaluate(self, groups: Sequence[CompletionGroup]) -> tuple[list[MicroBatch], StepResult]:
         """The same for held-out prompts, whose completions the caller made after `catch_up`."""
-        scored = self.scorer.score(self.collate(groups))
-        _require_pushed(scored.batch, self.sync.version)
+        batch = self.collate(groups)
+        _require_pushed(batch, self.sync.version)
+        scored = self.scorer.score(batch)
         trained = TrainedBatch(scored.batch, scored.advantages)
         return self.cut(trained, self.totals([trained])), StepResult(scored, self.describe(scored))
 

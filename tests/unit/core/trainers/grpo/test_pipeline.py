@@ -10,7 +10,7 @@ import torch
 
 from axolotl.core.trainers.grpo.pipeline import RolloutPipeline
 from axolotl.core.trainers.grpo.specs import StepSpec
-from axolotl.core.trainers.grpo.types import PromptRow, RolloutBatch
+from axolotl.core.trainers.grpo.types import CompletionGroup, Order, PromptRow, RolloutBatch, Slot
 from axolotl.errors import SyncError
 
 NEWEST = 3
@@ -35,6 +35,7 @@ def batch(*versions: int) -> RolloutBatch:
         group_size=1,
         adapter_versions=versions,
         instance_ids=("i",) * count,
+        groups=tuple(CompletionGroup(PromptRow(index, "p", (0,), {}), ()) for index in range(count)),
     )
 
 
@@ -44,9 +45,12 @@ def pipeline(produced: RolloutBatch) -> RolloutPipeline:
     def score(batch: RolloutBatch) -> None:
         raise Scored
 
+    order = Order(NEWEST - 1, 0, NEWEST, tuple(Slot(row) for row in range(produced.num_completions)))
     parts: Any = {
-        "producer": SimpleNamespace(produce=lambda step: produced),
+        "planner": SimpleNamespace(num_steps=NEWEST, reroll=None),
+        "producer": SimpleNamespace(depth=0, placed=(order,), groups=lambda: iter(enumerate(produced.groups))),
         "scorer": SimpleNamespace(score=score),
+        "collate": lambda groups: produced,
         "sync": SimpleNamespace(version=NEWEST, metrics={}),
         "accelerator": None,
     }
@@ -54,11 +58,11 @@ def pipeline(produced: RolloutBatch) -> RolloutPipeline:
 
 
 def train(produced: RolloutBatch) -> None:
-    pipeline(produced).step(NEWEST - 1)
+    next(pipeline(produced).open(NEWEST - 1).micro_batches())
 
 
 def evaluate(produced: RolloutBatch) -> None:
-    pipeline(produced).evaluate(produced)
+    pipeline(produced).evaluate(produced.groups)
 
 
 @pytest.mark.parametrize("use", [train, evaluate])

@@ -37,7 +37,7 @@ groups_of_rows = st.builds(
 )
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(groups_of_rows, max_size=4))
 def test_groups_come_back_as_they_were(tmp_path: Path, groups: list[CompletionGroup]) -> None:
     records, tensors = pack_groups(groups)
