@@ -33,9 +33,11 @@ class _Writes:
 
 
 class FailingDisk:
-    """Counts writes, fsyncs, renames and new directories. num_operations: how many there were."""
+    """Counts writes, fsyncs, renames, new directories and `further` functions of os. num_operations: how many there
+    were."""
 
-    def __init__(self, fails_at: int, fail: Callable[[], None]) -> None:
+    def __init__(self, fails_at: int, fail: Callable[[], None], further: tuple[str, ...] = ()) -> None:
+        self._counted_names = ("fsync", "rename", "mkdir", *further)
         self.num_operations = 0
         self._fails_at, self._fail = fails_at, fail
 
@@ -47,7 +49,7 @@ class FailingDisk:
     @contextmanager
     def in_use(self) -> Iterator[FailingDisk]:
         with pytest.MonkeyPatch.context() as patch:
-            for name in ("fsync", "rename", "mkdir"):
+            for name in self._counted_names:
                 patch.setattr(os, name, self._counted(getattr(os, name)))
             really_open = io.open
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -55,21 +57,41 @@ def test_a_killed_run_holds_nothing(tmp_path: Path) -> None:
             assert (tmp_path / LOCK).exists()
 
 
-def test_a_process_forked_from_a_run_does_not_hold_its_lock(tmp_path: Path) -> None:
-    read, write = os.pipe()
-    with run_lock(tmp_path):
-        child = os.fork()
-        if child == 0:
-            os.close(write)
-            os.read(read, 1)
-            os._exit(0)
-    os.close(read)
-    try:
+def test_a_process_forked_from_a_killed_run_does_not_hold_its_lock(tmp_path: Path) -> None:
+    code = HOLD.replace("    sys.stdin.read()", "    __import__('os').fork()\n    sys.stdin.read()")
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as holder:
+        assert holder.stdin is not None and holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        children = Path(f"/proc/{holder.pid}/task/{holder.pid}/children")
+        deadline = time.monotonic() + 30
+        while not (child := children.read_text().strip()):
+            assert time.monotonic() < deadline
+        holder.kill()
+        holder.wait(timeout=30)
+        assert Path(f"/proc/{child}").exists(), "it reads until we close its input"
         with run_lock(tmp_path):
             assert (tmp_path / LOCK).exists()
-    finally:
-        os.close(write)
-        os.waitpid(child, 0)
+        holder.stdin.close()
+        assert holder.stdout.read() == "", "the child has ended"
+
+
+def test_a_lock_file_that_is_removed_while_it_is_opened_is_opened_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    really_flock, removed = fcntl.flock, list[Path]()
+
+    def flock(descriptor: int, operation: int) -> None:
+        if not removed:
+            removed.append(tmp_path / LOCK)
+            removed[0].unlink()
+        really_flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with run_lock(tmp_path), pytest.raises(ConfigError), run_lock(tmp_path):
+        pytest.fail("two at once")
+    assert removed
 
 
 def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:

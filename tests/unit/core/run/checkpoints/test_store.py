@@ -108,7 +108,7 @@ def was_killed(action: Callable[[], None], k: int) -> bool:
     child = os.fork()
     if child == 0:
         try:
-            with FailingDisk(k, is_killed).in_use():
+            with FailingDisk(k, is_killed, ("unlink", "rmdir")).in_use():
                 action()
             os._exit(0)
         finally:
