@@ -26,6 +26,7 @@ def project(directory: Path, model: Path, **overrides: Any) -> None:
         "num_questions": 24,
         "learning_rate": 1e-3,
         "max_steps": STEPS,
+        "save_strategy": "steps",
         "save_steps": 2,
     }
     directory.mkdir(exist_ok=True)

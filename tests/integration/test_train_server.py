@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -141,6 +142,22 @@ def test_another_base_model_is_refused_before_training(
     other = make_tiny_model(tmp_path / "other", seed=1)
     assert main(["train", "config.yaml", "--output_dir", "other", "--base_model", str(other)]) == 6
     assert "E-SRV-07" in capsys.readouterr().err
+
+
+def test_another_tokenizer_is_refused_before_training(
+    project: Served, tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two tokens have changed places in the one that the trainer is told to use."""
+    other = tmp_path / "tokenizer"
+    shutil.copytree(tiny_model, other)
+    description = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = description["model"]["vocab"]
+    first, second = list(vocabulary)[-2:]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (other / "tokenizer.json").write_text(json.dumps(description))
+    assert main(["train", "config.yaml", "--output_dir", "other", "--tokenizer_config", str(other)]) == 6
+    error = capsys.readouterr().err
+    assert "E-SRV-07" in error and "tokenizer (the same id means different tokens)" in error
 
 
 def test_a_taken_port_ends_a_second_server(project: Served) -> None:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from axolotl.core.trainers.grpo.assembly import Parts
     from axolotl.core.trainers.grpo.trainer import AxolotlGRPOTrainer
     from axolotl.data.prompts import PromptData
+    from axolotl.serving.fingerprint import HasVocab
     from axolotl.serving.supervisor import ManagedServer
 
 
@@ -176,7 +177,7 @@ def _prepare(loaded: LoadedConfig, server: ManagedServer | None, stop: StopReque
         _say(note)
     if sampler.left_out:
         _say(f"{sampler.left_out} of {sampler.num_prompts} prompts do not fill a step; each epoch leaves out others")
-    link = _connect(config, prompts, server, stop, stack) if uses_server(config) else None
+    link = _connect(config, prompts, tokenizer, server, stop, stack) if uses_server(config) else None
     device = pick_device()
     precision = resolve_precision(config, device)
     if precision.note:
@@ -187,9 +188,14 @@ def _prepare(loaded: LoadedConfig, server: ManagedServer | None, stop: StopReque
 
 
 def _connect(
-    config: AxolotlConfig, prompts: PromptData, server: ManagedServer | None, stop: StopRequest, stack: ExitStack
+    config: AxolotlConfig,
+    prompts: PromptData,
+    tokenizer: HasVocab,
+    server: ManagedServer | None,
+    stop: StopRequest,
+    stack: ExitStack,
 ) -> ServerLink:
-    """Wait for the server, check that it serves our base model, and claim it for this run."""
+    """Wait for the server, check that it serves our base model and means the same by a token, and claim it."""
     from axolotl.core.trainers.grpo.specs import sampling
     from axolotl.data.prompts import check_room
     from axolotl.serving.fingerprint import fingerprint
@@ -202,7 +208,7 @@ def _connect(
     run_id = f"run-{uuid.uuid4().hex[:12]}"
     do = "start it with vllm.max_model_len at least"
     check_room(prompts, config, info.max_model_len, name="the server's max_model_len", do=do)
-    ours = fingerprint(config.base_model, config.revision_of_model, bool(config.trust_remote_code))
+    ours = fingerprint(config.base_model, config.revision_of_model, bool(config.trust_remote_code), tokenizer)
     client.claim(run_id, ours, sampling(config))
     stack.callback(client.release)
     failpoints.point("srv.handshake")

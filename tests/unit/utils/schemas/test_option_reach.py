@@ -174,7 +174,7 @@ def client_timeout(config: AxolotlConfig) -> float:
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         patch.setattr(train, "ServerClient", client)
         with pytest.raises(Noted):
-            train._connect(config, None, None, StopRequest(), stack)  # type: ignore[arg-type]
+            train._connect(config, None, None, None, StopRequest(), stack)  # type: ignore[arg-type]
     return given[0]
 
 

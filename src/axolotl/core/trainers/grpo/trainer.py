@@ -310,8 +310,9 @@ class AxolotlGRPOTrainer(GRPOTrainer):
         self._is_bias_told = True
         if batch.is_renormalised:
             print(
-                "warning: top_p, top_k or min_p cut the distribution and the server does not say what they kept: the "
-                f"mean importance ratio is {mean:.3f} where it should be 1; leave them out for unbiased weights",
+                "warning: options of sampling (top_p, top_k, min_p, a regular expression, others that forbid tokens) "
+                "cut the distribution, and the server does not say what they kept: the mean importance ratio is "
+                f"{mean:.3f} where it should be 1; leave them out for unbiased weights",
                 file=sys.stderr,
                 flush=True,
             )

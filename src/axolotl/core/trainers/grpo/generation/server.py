@@ -12,6 +12,9 @@ from axolotl.serving import wire
 from axolotl.serving.client import ServerClient
 from axolotl.serving.logprobs import policy_logprobs
 
+# Options of the engines that forbid tokens or move their logits.
+_MASKS = frozenset({"allowed_token_ids", "bad_words", "logit_bias", "min_tokens"})
+
 
 class ServerBackend:
     """A `GenerationBackend` over HTTP. Touches neither the model nor collectives, so any thread may run it."""
@@ -43,8 +46,9 @@ class ServerBackend:
 
 
 def cuts(sampling: wire.Sampling) -> bool:
-    """Whether a filter takes tokens out of the distribution."""
-    return sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0
+    """Whether something takes tokens out of the distribution, so that the sampler's log-probs are not the policy's."""
+    has_filter = sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0
+    return has_filter or sampling.structured_regex is not None or bool(_MASKS & sampling.extra.keys())
 
 
 def _require_known(group: wire.Group, instances: Set[str]) -> None:

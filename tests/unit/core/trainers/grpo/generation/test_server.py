@@ -70,7 +70,16 @@ def test_the_kept_mass_is_put_back_and_what_is_unknown_stays_unknown() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sampling", "is_renormalised"), [({}, False), ({"top_p": 0.9}, True), ({"top_k": 5}, True), ({"min_p": 0.1}, True)]
+    ("sampling", "is_renormalised"),
+    [
+        ({}, False),
+        ({"top_p": 0.9}, True),
+        ({"top_k": 5}, True),
+        ({"min_p": 0.1}, True),
+        ({"structured_regex": "[0-9]"}, True),
+        ({"extra": {"allowed_token_ids": [7, 8]}}, True),
+        ({"extra": {"stop_token_ids": [8]}}, False),
+    ],
 )
 def test_filters_without_a_kept_mass_are_marked(sampling: dict[str, Any], is_renormalised: bool) -> None:
     assert only(generate(**sampling)).is_renormalised == is_renormalised
