@@ -184,13 +184,18 @@ def test_a_run_that_ends_leaves_neither_processes_nor_files_of_its_server(tiny_m
 
 
 @pytest.mark.usefixtures("bystander")
-@pytest.mark.parametrize("is_stopped", [False, True], ids=["running", "stopped"])
-def test_a_trainer_that_is_killed_takes_its_server_along(is_stopped: bool, tiny_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stopped", ["nothing", "server", "launcher", "group"])
+def test_a_trainer_that_is_killed_takes_its_server_along(stopped: str, tiny_model: Path, tmp_path: Path) -> None:
     disturbed_project(tmp_path, tiny_model, STEPS)
     with disturbed(tmp_path) as killed:
         killed.wait_until(lambda: killed.num_scored == 2 and killed.is_generating(), "generation of step 3")
-        if is_stopped:
-            stop_server(killed)
+        server = killed.server()
+        assert server is not None
+        group = os.getpgid(server.pid)
+        if stopped == "group":
+            os.killpg(group, signal.SIGSTOP)
+        elif stopped != "nothing":
+            os.kill(server.pid if stopped == "server" else group, signal.SIGSTOP)
         killed.train.process.send_signal(signal.SIGKILL)
         killed.train.process.wait(10)
         assert_nothing_left(killed.mark)

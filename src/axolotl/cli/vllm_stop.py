@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import signal
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
 from axolotl.errors import EnvironmentFault
-from axolotl.serving.process import stop_tree
+from axolotl.serving.process import StoppedTree, end_group, group_of, stop_tree
 from axolotl.serving.server_file import SERVER_FILE, ServerFile, read_server_file, remove_server_file
 from axolotl.utils.schemas.plan import default_sync_dir
 
 DEFAULT_PORT = 8000
+LAUNCHER = "axolotl.serving.launcher"
 
 
 def directory_of(port: int | None) -> Path:
@@ -34,8 +37,16 @@ def run(directory: Path) -> None:
             why=gone or f"there is no {SERVER_FILE} there",
             do="give the server's config, or --port with the port it serves",
         )
+    launcher = _launcher_of(found)
     run_pid = managed_by(found)
-    stopped = stop_tree(psutil.Process(found.pid))
+    if launcher is None or run_pid is not None:
+        stopped = stop_tree(psutil.Process(found.pid))
+    else:
+        stopped = _stop_leftovers(launcher)
+    if launcher is not None:
+        # A launcher that is stopped would not tell its run that the server has ended.
+        with suppress(psutil.Error):
+            launcher.send_signal(signal.SIGCONT)
     remove_server_file(directory, found.instance_id)
     print(_line(found, stopped.num_processes - 1, stopped.num_killed), flush=True)
     if run_pid is not None:
@@ -43,14 +54,33 @@ def run(directory: Path) -> None:
 
 
 def managed_by(server: ServerFile) -> int | None:
-    """The pid of the run that started the server and watches it; None for a server of its own."""
-    try:
-        launcher = psutil.Process(server.pid).parent()
-        if launcher is None or "axolotl.serving.launcher" not in launcher.cmdline():
-            return None
-        return launcher.ppid()
-    except psutil.Error:
+    """The pid of the run that started the server and watches it; None for a server of its own, or of a dead run."""
+    launcher = _launcher_of(server)
+    if launcher is None:
         return None
+    try:
+        command, parent = launcher.cmdline(), launcher.ppid()
+        # Orphans have another parent than the one that started them: init, or whoever collects them.
+        return parent if command[command.index(LAUNCHER) + 1] == str(parent) else None
+    except (psutil.Error, ValueError, IndexError):
+        return None
+
+
+def _launcher_of(server: ServerFile) -> psutil.Process | None:
+    with suppress(psutil.Error):
+        parent = psutil.Process(server.pid).parent()
+        if parent is not None and LAUNCHER in parent.cmdline():
+            return parent
+    return None
+
+
+def _stop_leftovers(launcher: psutil.Process) -> StoppedTree:
+    """End all that a run has left behind: the server, its launcher, and what is in their group. Counts the first."""
+    group = group_of(launcher.pid)
+    stopped = stop_tree(launcher)
+    if group == launcher.pid:
+        end_group(group)
+    return StoppedTree(stopped.num_processes - 1, stopped.num_killed)
 
 
 def _line(server: ServerFile, num_children: int, num_killed: int) -> str:

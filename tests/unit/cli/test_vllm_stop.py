@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,11 +14,23 @@ import pytest
 
 from axolotl.cli.invocation import parse
 from axolotl.cli.main import main
+from axolotl.cli.vllm_stop import managed_by
 from axolotl.errors import ConfigError
 from axolotl.serving.server_file import ServerFile, read_server_file, write_server_file
+from tests.support.disturbed import wait_until
 from tests.unit.cli.conftest import MINIMAL
 
 SLEEP = [sys.executable, "-S", "-c", "print('up', flush=True); import time; time.sleep(600)"]
+
+# A run that starts a server which takes no SIGTERM, and says which processes they are.
+RUN = """
+import sys, time
+from pathlib import Path
+from axolotl.serving.process import start_group
+deaf = "import os, signal, time; signal.signal(15, signal.SIG_IGN); print(os.getpid(), flush=True); time.sleep(600)"
+print(start_group([sys.executable, "-S", "-c", deaf], Path(sys.argv[1]), None).pid, flush=True)
+time.sleep(600)
+"""
 
 
 class Sleepers:
@@ -110,6 +123,34 @@ def test_a_managed_server_is_told_to_come_back(
     monkeypatch.setattr("axolotl.cli.vllm_stop.managed_by", lambda server: os.getpid())
     assert main(["vllm-stop"]) == 0
     assert f"the training run with pid {os.getpid()}, which starts it again" in capsys.readouterr().out
+
+
+def test_what_a_dead_run_has_left_is_ended_with_its_stopped_launcher(
+    servers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    log = tmp_path / "log"
+    run = subprocess.Popen([sys.executable, "-c", RUN, str(log)], stdout=subprocess.PIPE, text=True)
+    assert run.stdout is not None
+    launcher = psutil.Process(int(run.stdout.readline()))
+    wait_until(lambda: log.exists() and log.read_text().endswith("\n"), "the server")
+    server = psutil.Process(int(log.read_text()))
+    content = ServerFile(
+        url="http://127.0.0.1:9", pid=server.pid, started=server.create_time(), instance_id="i", token="secret"
+    )
+    write_server_file(servers / "8000", content)
+    assert managed_by(content) == run.pid
+    run.kill()
+    run.communicate()
+    # Within the five seconds that the launcher gives the server.
+    os.killpg(launcher.pid, signal.SIGSTOP)
+    wait_until(lambda: launcher.status() == psutil.STATUS_STOPPED, "the launcher stopped")
+    assert managed_by(content) is None
+    assert main(["vllm-stop"]) == 0
+    assert capsys.readouterr().out.startswith(f"stopped the server at http://127.0.0.1:9 (pid {server.pid})")
+    _, alive = psutil.wait_procs([launcher, server], timeout=0)
+    assert all(process.status() == psutil.STATUS_ZOMBIE for process in alive)
+    assert read_server_file(servers / "8000") is None
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from axolotl.serving import process
-from axolotl.serving.process import end_group, ended_how, start_group, stop_tree
+from axolotl.serving.process import end_group, ended_how, signal_group, start_group, stop_tree
 
 # Prints its child's pid; with `deaf` neither of the two takes SIGTERM.
 TREE = """
@@ -123,20 +123,41 @@ def test_a_command_that_does_not_exist_is_named_in_the_log(tmp_path: Path) -> No
     assert (tmp_path / "log").read_text() == "no-such-program: No such file or directory\n"
 
 
-@pytest.mark.parametrize("is_stopped", [False, True])
-def test_nothing_outlives_a_parent_that_is_killed(tmp_path: Path, is_stopped: bool) -> None:
+@pytest.mark.parametrize("stopped", ["nothing", "server", "launcher", "both"])
+def test_nothing_outlives_a_parent_that_is_killed(tmp_path: Path, stopped: str) -> None:
     log = tmp_path / "log"
     runner = subprocess.Popen([sys.executable, "-c", RUNNER, str(log)], stdout=subprocess.PIPE, text=True)
     assert runner.stdout is not None
     launcher = int(runner.stdout.readline())
     wait_until(lambda: log.read_text().strip(), "the server")
     server = int(log.read_text())
-    if is_stopped:
-        # It takes no SIGTERM: only what the launcher does after its grace ends it.
-        psutil.Process(server).send_signal(signal.SIGSTOP)
+    for pid, name in ((server, "server"), (launcher, "launcher")):
+        if stopped in (name, "both"):
+            # It takes no SIGTERM: what ends the launcher must be a signal that a stopped process takes.
+            psutil.Process(pid).send_signal(signal.SIGSTOP)
+            wait_until(lambda pid=pid: psutil.Process(pid).status() == psutil.STATUS_STOPPED, f"{name} stopped")
     runner.kill()
     runner.communicate()
     wait_until(lambda: not is_running(server) and not is_running(launcher), "both gone", seconds=10)
+
+
+def test_a_group_that_was_stopped_goes_on_when_it_is_told_to(tmp_path: Path) -> None:
+    """The signal that tells of the parent's end is one that others send too: theirs must not end a server."""
+    log = tmp_path / "log"
+    counting = "import time\nwhile True:\n    print('on', flush=True)\n    time.sleep(0.01)"
+    started = start_group([sys.executable, "-S", "-c", counting], log, None)
+    try:
+        wait_until(log.read_text, "the command")
+        signal_group(started.pid, signal.SIGSTOP)
+        wait_until(lambda: psutil.Process(started.pid).status() == psutil.STATUS_STOPPED, "stopped")
+        subprocess.run(["kill", "-CONT", "--", f"-{started.pid}"], check=True)
+        wait_until(lambda: psutil.Process(started.pid).status() != psutil.STATUS_STOPPED, "going on")
+        size = log.stat().st_size
+        wait_until(lambda: log.stat().st_size > size + 60, "twenty more lines")
+        assert started.poll() is None
+    finally:
+        end_group(started.pid)
+        started.wait(20)
 
 
 def test_a_thread_that_ends_takes_the_group_along(tmp_path: Path) -> None:
