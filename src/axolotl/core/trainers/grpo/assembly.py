@@ -226,10 +226,9 @@ def _maker(parts: Parts, backend: GenerationBackend, rows: Sequence[PromptRow]) 
 
 
 def _producer(parts: Parts, maker: GroupMaker) -> DataProducer:
-    """A thread only where there is something to overlap."""
+    """A thread wherever it may be one: even in turn, the server begins while the proof of its weights is finished."""
     trl = parts.config.trl
-    is_streaming = step_spec(parts.config).groups_per_chunk is not None
-    if not maker.backend.is_thread_safe or not (trl.async_prefetch or is_streaming):
+    if not maker.backend.is_thread_safe:
         return SyncProducer(maker)
     return BackgroundProducer(
         maker.make,

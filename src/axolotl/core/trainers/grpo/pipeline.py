@@ -102,15 +102,21 @@ class RolloutPipeline:
         """Bring the generator up to date, order what later steps need, and begin optimizer step `step` (from 0)."""
         started = time.perf_counter()
         metrics: dict[str, float] = {}
+        began = False
         if is_due(step, self.sync.version, self.spec.sync_interval):
             if not self.sync.keeps_versions:
                 # What is ordered was promised to the version that a push would replace.
                 self.producer.drain()
-            self.sync.push(version_of(step))
-            metrics |= self.sync.metrics
-        metrics["time/sync"] = time.perf_counter() - started
+            self.sync.begin(version_of(step))
+            began = True
+        ordered = time.perf_counter()
+        metrics["time/sync"] = ordered - started
         self._order(step)
-        return OpenStep(self, step, metrics)
+        if began:
+            # The server generates meanwhile.
+            self.sync.settle()
+            metrics |= self.sync.metrics
+        return OpenStep(self, step, metrics, ordered)
 
     def evaluate(self, groups: Sequence[CompletionGroup]) -> tuple[list[MicroBatch], StepResult]:
         """The same for held-out prompts, whose completions the caller made after `catch_up`."""
@@ -199,6 +205,7 @@ class OpenStep:
     pipeline: RolloutPipeline
     step: int
     metrics: dict[str, float]
+    ordered: float
     _parts: list[Part] = field(default_factory=list)
     _running: Part | None = None
     _num_replayed: int = 0
@@ -311,7 +318,8 @@ class OpenStep:
         finished = pipeline.producer.groups()
         for start in range(0, num_groups, size):
             count = min(size, num_groups - start)
-            began = time.perf_counter()
+            # What is made in this very step has been in the making since it was ordered.
+            began = self.ordered if start == 0 and pipeline.producer.depth == 0 else time.perf_counter()
             chunk = sorted((next(finished) for _ in range(count)), key=lambda item: item[0])
             came = time.perf_counter()
             batch = pipeline.collate([group for _, group in chunk])

@@ -102,6 +102,15 @@ class WeightSync(Protocol):
         """Numbers of the last push, under the names they are logged with."""
         ...
 
+    def begin(self, version: int) -> None:
+        """Returns when `version` of the current weights can be generated with. `settle` has to follow before anything
+        that was generated is trained on."""
+        ...
+
+    def settle(self) -> None:
+        """Returns when it is known that the version that was begun is what is generated with."""
+        ...
+
     def push(self, version: int) -> None:
         """Returns when the generator serves `version` of the current weights."""
         ...

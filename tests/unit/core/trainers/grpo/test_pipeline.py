@@ -51,7 +51,7 @@ def pipeline(produced: RolloutBatch) -> RolloutPipeline:
         "producer": SimpleNamespace(depth=0, placed=(order,), groups=lambda: iter(enumerate(produced.groups))),
         "scorer": SimpleNamespace(score=score),
         "collate": lambda groups: produced,
-        "sync": SimpleNamespace(version=NEWEST, metrics={}),
+        "sync": SimpleNamespace(version=NEWEST, metrics={}, keeps_versions=True),
         "accelerator": None,
     }
     return RolloutPipeline(spec=StepSpec(micro_batch_size=1, loss_type="dapo"), **parts)

@@ -41,5 +41,11 @@ class InProcessSync:
                 )
         self._version = version
 
+    def begin(self, version: int) -> None:
+        self.push(version)
+
+    def settle(self) -> None:
+        """Nothing is left to check."""
+
     def close(self) -> None:
         """Nothing is held."""

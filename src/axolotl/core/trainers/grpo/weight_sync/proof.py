@@ -2,8 +2,9 @@
 
 before the first push   canary_proof.py: weights that nobody could mistake go the whole way
 every push              the server confirms version, digest and number of modules (the delivery's own check)
-after a push            one small forward here, a score of the same tokens there: agreement, nearer to this policy
-                        than to the base model or to the version before, and moved when the trainer's have moved
+after a push            in `settle`, while the server generates: one small forward here, a score of the same tokens
+                        there. Agreement, nearer to this policy than to the base model or to the version before, and
+                        moved when the trainer's have moved
 after a recovery        canary and last push again, against the numbers of the first time; no model is needed
 """
 
@@ -45,6 +46,8 @@ class ProvenSync:
         self._canary = CanaryProof(delivery, client, probe, self._server, tolerance)
         self._num_pushes = 0
         self._version = 0
+        # The version before the one that was begun and not settled.
+        self._unsettled: int | None = None
         self._current: Expected | None = None
         self._before: list[tuple[Expected, torch.Tensor]] = []
         self._metrics: dict[str, float] = {}
@@ -61,31 +64,54 @@ class ProvenSync:
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """Seconds of the last push, all of which training waited for, and what its check found."""
+        """Seconds of the last push, and what its check found.
+
+        Training waits for `sync/save` and `sync/load`; the server generates while `sync/check` runs.
+        """
         return self._metrics
 
     def push(self, version: int) -> None:
-        """Deliver the current weights as `version` and check that the server generates with them.
+        """`begin` and `settle`."""
+        self.begin(version)
+        self.settle()
+
+    def begin(self, version: int) -> None:
+        """Deliver the current weights as `version`; requests for it may be made from now on.
 
         Raises:
-            SyncError: they did not arrive (the delivery's own codes), or `E-SYN-11` the server computes with others.
+            SyncError: they did not arrive (the delivery's own codes), or `E-SYN-11` the canary was not believed.
         """
+        self._unsettled = None
         self._metrics = {}
         if not self._canary.is_proven:
             with self._timed("sync/canary"):
                 self._prove_path()
         delivered = self._delivery.deliver(version)
         self._metrics |= {"sync/save": delivered.save_s, "sync/load": delivered.load_s, "sync/check": 0.0}
-        if self._check_interval:
-            with self._timed("sync/check"):
-                self._check(version)
-        self._num_pushes += 1
+        self._unsettled = self._version
         self._version = version
         point("sync.after_ack")
 
+    def settle(self) -> None:
+        """Check that the server generates with what `begin` delivered. Raises `SyncError` `E-SYN-11` if it does not."""
+        if self._unsettled is None:
+            return
+        believed, self._unsettled = self._unsettled, None
+        if self._check_interval:
+            try:
+                with self._timed("sync/check"):
+                    self._check(self._version)
+            except BaseException:
+                self._version = believed
+                raise
+        self._num_pushes += 1
+
     def recheck(self) -> None:
-        """Score the served version again and compare with what the trainer said of it. HTTP only."""
-        if self._current is not None:
+        """Score the served version again and compare with what the trainer said of it. HTTP only.
+
+        Between `begin` and `settle` nothing is known of the newest version; `settle` finds out.
+        """
+        if self._current is not None and self._version == self._current.version:
             self._require(self._current, self._server.score(self._current.version))
 
     def close(self) -> None:
