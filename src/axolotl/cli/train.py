@@ -83,6 +83,8 @@ def run(loaded: LoadedConfig, flags: TrainFlags) -> None:
         if checkpoint is not None:
             check_data(checkpoint, config, data)
         trainer = _build(parts, output)
+        # Before the client goes, whatever ends the run: its thread asks the server.
+        stack.callback(trainer.pipeline.producer.close)
         trainer.checkpoints = _store(config, output, data)
         if checkpoint is not None:
             trainer.add_callback(FollowConfig(is_best_forgotten=is_best_forgotten(checkpoint, config)))
@@ -262,9 +264,9 @@ def _train(trainer: AxolotlGRPOTrainer, output: OutputDir, checkpoint: Path | No
 
     if checkpoint is not None and _is_finished(checkpoint, trainer):
         _say(f"{checkpoint} is the end of a finished run: nothing left to train; raise max_steps to go on")
-        if not output.has_final_save(Path(checkpoint)):
-            # It ended after its last step, in an evaluation or while it was saved.
-            trainer.restore_finished(Path(checkpoint))
+        if output.is_newest(checkpoint):
+            # It may have ended after its last step, in an evaluation or while it was saved.
+            trainer.restore_finished(checkpoint)
         return
     if checkpoint is not None:
         resume_rollouts(trainer, checkpoint)
@@ -300,6 +302,11 @@ def _finish(trainer: AxolotlGRPOTrainer, output: OutputDir, config: AxolotlConfi
     from axolotl.core.run.output_dir import LAST_ERROR
 
     failpoints.point("end")
+    if trainer.state.global_step == 0:
+        # Nothing was trained, and the checkpoint is not the last one: what is there stays.
+        output.file(LAST_ERROR).unlink(missing_ok=True)
+        trainer.pipeline.close()
+        return
     with output.saving():
         trainer.save_model(str(output.path))
     if uses_server(config) and not config.vllm.managed:

@@ -27,6 +27,7 @@ from axolotl.serving.patience import Patience
 from axolotl.serving.transport import Lost, Transport
 
 MAX_STARTS = 5
+LOCK_POLL_S = 0.2
 
 T = TypeVar("T")
 
@@ -113,7 +114,10 @@ class Recovery:
                 raise lost.refusal or self._too_long(None, lost, patience)
             self._ticker.sleep(patience.next_interval())
             return
-        with self._lock:
+        while not self._lock.acquire(timeout=LOCK_POLL_S):
+            # Another thread recovers, which may take minutes; this one can be interrupted here.
+            self._ticker.sleep(0.0)
+        try:
             if self._holding.instance_id != patience.instance_id:
                 return  # another thread was here first
             self._owner = threading.get_ident()
@@ -121,6 +125,8 @@ class Recovery:
                 self._recover(lost, patience)
             finally:
                 self._owner = None
+        finally:
+            self._lock.release()
 
     def _watched(self, call: Callable[[Patience], T], patience: Patience) -> T:
         try:

@@ -21,9 +21,6 @@ _NOTES = Path(".axolotl") / "written.json"
 LAST_ERROR = "last_error.json"
 RESOLVED_CONFIG = "config.resolved.yaml"
 SERVER_LOG = "server.log"
-STATE_FILE = "trainer_state.json"
-# By transformers, of what makes up a model that is saved.
-_LAST_WRITTEN = "training_args.bin"
 
 _WRITTEN_AT_THE_END = (
     "README.md",
@@ -36,7 +33,7 @@ _WRITTEN_AT_THE_END = (
     "model.safetensors",
     "tokenizer.json",
     "tokenizer_config.json",
-    _LAST_WRITTEN,
+    "training_args.bin",
 )
 
 # What a run leaves that ended before its first step: nothing that starting over could lose.
@@ -98,10 +95,10 @@ class OutputDir:
         self.note(self.path / name)
         return self.path / name
 
-    def has_final_save(self, checkpoint: Path) -> bool:
-        """Whether a final model was saved completely, at the time of `checkpoint` or later."""
-        last_written = self.path / _LAST_WRITTEN
-        return last_written.is_file() and last_written.stat().st_mtime >= (checkpoint / STATE_FILE).stat().st_mtime
+    def is_newest(self, checkpoint: Path) -> bool:
+        """Whether no checkpoint of a later step is here: the final model is the one that belongs to it."""
+        steps = [_step_of(item) for item in self.path.iterdir() if item.is_dir()]
+        return _step_of(checkpoint) >= max(steps, default=-1)
 
     def announce(self, name: str) -> None:
         """A directory that is about to be written; one that exists already is not taken for ours."""
@@ -164,6 +161,12 @@ class OutputDir:
         temporary = notes.with_suffix(".tmp")
         temporary.write_text(json.dumps(sorted(self._written), indent=0))
         temporary.replace(notes)
+
+
+def _step_of(path: Path) -> int:
+    """Of a directory `checkpoint-N`, -1 for any other."""
+    match = re.fullmatch(r"checkpoint-(\d+)", path.name)
+    return int(match[1]) if match else -1
 
 
 def is_ours(path: Path) -> bool:

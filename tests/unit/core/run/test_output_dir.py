@@ -1,4 +1,3 @@
-import os
 from pathlib import Path
 
 import pytest
@@ -142,15 +141,10 @@ def test_whose_a_directory_is(tmp_path: Path) -> None:
     assert not is_ours(tmp_path / "thesis")
 
 
-def test_a_final_save_is_whole_and_not_older_than_the_checkpoint(tmp_path: Path) -> None:
-    checkpoint = tmp_path / "checkpoint-4"
-    checkpoint.mkdir()
-    (checkpoint / "trainer_state.json").write_text("{}")
-    os.utime(checkpoint / "trainer_state.json", (100, 100))
+def test_the_final_model_belongs_to_the_newest_checkpoint(tmp_path: Path) -> None:
+    for name in ("checkpoint-4", "checkpoint-12", "checkpoint-x", "other"):
+        (tmp_path / name).mkdir()
     output = OutputDir.open(tmp_path, resume=True)
-    (tmp_path / "model.safetensors").write_bytes(b"")
-    assert not output.has_final_save(checkpoint)
-    for written_at, is_final in ((99, False), (100, True), (101, True)):
-        (tmp_path / "training_args.bin").write_bytes(b"")
-        os.utime(tmp_path / "training_args.bin", (written_at, written_at))
-        assert output.has_final_save(checkpoint) is is_final
+    assert output.is_newest(tmp_path / "checkpoint-12")
+    assert output.is_newest(Path("elsewhere/checkpoint-12"))
+    assert not output.is_newest(tmp_path / "checkpoint-4")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallba
 from trl import GRPOConfig  # type: ignore[attr-defined]
 
 from axolotl.core.trainers.grpo.algo.advantages import AdvantageSpec
+from axolotl.core.trainers.grpo.algo.shares import TOKEN_LOSSES
 from axolotl.core.trainers.grpo.args import grpo_arguments
 from axolotl.core.trainers.grpo.generation.server import ServerBackend
 from axolotl.core.trainers.grpo.generation.transformers import TransformersBackend
@@ -32,7 +33,7 @@ from axolotl.core.trainers.grpo.rollout.reroll import RerollQueue, RerollSpec, f
 from axolotl.core.trainers.grpo.sampler import GroupSampler
 from axolotl.core.trainers.grpo.schedule import check_schedule
 from axolotl.core.trainers.grpo.scoring import Scorer
-from axolotl.core.trainers.grpo.specs import advantage_spec, importance_spec, sampling, step_spec
+from axolotl.core.trainers.grpo.specs import StepSpec, advantage_spec, importance_spec, sampling, step_spec
 from axolotl.core.trainers.grpo.trainer import AxolotlGRPOTrainer, Evaluate
 from axolotl.core.trainers.grpo.types import CompletionGroup, Order, PromptRow, Slot
 from axolotl.core.trainers.grpo.weight_sync.agreement import tolerance
@@ -258,7 +259,7 @@ def _pipeline(
     tokenizer = parts.tokenizer
     num_steps = _num_steps(cast(GRPOConfig, trainer.args), sampler)
     return RolloutPipeline(
-        spec=step_spec(parts.config),
+        spec=_step_spec(parts.config, trainer),
         planner=Planner(sampler, num_steps, _reroll(parts.config, num_steps)),
         producer=_producer(parts, _maker(parts, backend, parts.prompts.train)),
         scorer=Scorer(parts.rewards, tokenizer, spec, lambda: trainer.state),
@@ -287,6 +288,15 @@ def _reroll(config: AxolotlConfig, planned_steps: int) -> Reroll | None:
     first = first_reroll_step(trl.reroll_start_fraction, planned_steps)
     capacity = most_rerolls(first, planned_steps, trl.reroll_max_groups)
     return Reroll(RerollQueue(RerollSpec(capacity, first)), trl.reroll_max_groups, trl.reroll_threshold)
+
+
+def _step_spec(config: AxolotlConfig, trainer: AxolotlGRPOTrainer) -> StepSpec:
+    """An auxiliary loss of a mixture of experts is part of every completion's gradient, and not divided by tokens."""
+    spec = step_spec(config)
+    if not trainer.aux_loss_enabled:
+        return spec
+    is_early = spec.trains_early and spec.loss_type not in TOKEN_LOSSES
+    return replace(spec, skips_zero_signal=False, trains_early=is_early)
 
 
 def _has_own_end_token(config: AxolotlConfig) -> bool:

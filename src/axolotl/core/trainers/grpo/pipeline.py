@@ -161,9 +161,10 @@ class RolloutPipeline:
         Orders that are being made are waited for, so that a resumed run trains on the same completions; a signal ends
         the wait, and what was not finished is made anew by the policy of the checkpoint.
         """
-        with suppress(Interrupted):
-            self.producer.drain()
-        save_pending(self.producer, directory)
+        if all(order.version <= self.sync.version for order in self.producer.placed):
+            with suppress(Interrupted):
+                self.producer.drain()
+        save_pending(self.producer, directory, believed=self.sync.version)
         (directory / _LEDGER).write_text(json.dumps(self.books.ledger.as_json()))
         if self.replay is not None:
             save_replay(self.replay.buffer, directory)
@@ -178,7 +179,8 @@ class RolloutPipeline:
         if self.planner.reroll is not None:
             self.planner.reroll.queue.restore(json.loads((directory / _REROLL).read_text()))
         self._resumed.extend(load_pending(directory, self.rows))
-        self.books.ledger = Ledger.from_json(json.loads((directory / _LEDGER).read_text()))
+        if (directory / _LEDGER).is_file():
+            self.books.ledger = Ledger.from_json(json.loads((directory / _LEDGER).read_text()))
 
     def close(self) -> None:
         self.producer.close()
@@ -186,6 +188,9 @@ class RolloutPipeline:
         self.sync.close()
 
     def _order(self, step: int) -> None:
+        if self._resumed:
+            for missing in range(step, self._resumed[0][0].step):
+                self.producer.place(self.planner.plan(missing, self.sync.version))
         for order, groups in self._resumed:
             if groups:
                 self.producer.adopt(order, groups)

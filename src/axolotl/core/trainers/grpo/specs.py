@@ -99,10 +99,23 @@ def pipeline_notes(config: AxolotlConfig) -> list[str]:
             notes.append(f"streaming_partial_batch waits for all groups of a step: {reason} compares them")
         elif reason := needs_lengths_first(config):
             notes.append(f"streaming_partial_batch trains when all groups are there: {reason} needs their lengths")
-    if trl.async_prefetch and not importance_spec(config):
+    old = [
+        name
+        for name, is_used in {
+            "async_prefetch": trl.async_prefetch,
+            "vllm_sync_interval": uses_server(config) and (trl.vllm_sync_interval or 1) > 1,
+            "replay_buffer_size": trl.replay_buffer_size > 0,
+        }.items()
+        if is_used
+    ]
+    if old and not importance_spec(config):
         notes.append(
-            "warning: async_prefetch without vllm_importance_sampling_correction: completions of an older policy are "
-            "trained on as if they were of this one"
+            f"warning: {', '.join(old)} without vllm_importance_sampling_correction: completions of an older policy "
+            "are trained on as if they were of this one"
+        )
+    if trl.replay_buffer_size and not trl.replay_recompute_logps:
+        notes.append(
+            "warning: replay_recompute_logps: false: replayed groups are weighted by the policy that first trained them"
         )
     return notes
 

@@ -324,6 +324,7 @@ class AxolotlGRPOTrainer(GRPOTrainer):
 
         `extra_state` adds its files on every rank. Uploads and the limit on the number wait until then.
         """
+        self._require_finite()
         save = super()._save_checkpoint
         ranks = Ranks(self.is_world_process_zero(), partial(sum_over_ranks, self.accelerator))
 
@@ -342,6 +343,17 @@ class AxolotlGRPOTrainer(GRPOTrainer):
         ranks.alone(lambda: self.checkpoints.prune(checkpoint, best=self.state.best_model_checkpoint))
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(checkpoint))
+
+    def _require_finite(self) -> None:
+        """A checkpoint is something to go on from: weights that are not finite never become the newest one."""
+        for name, weight in self.policy().named_parameters():
+            if weight.requires_grad and not bool(weight.isfinite().all()):
+                raise NumericError(
+                    f"the weights are no longer finite after step {self.state.global_step}: {name}",
+                    code="E-NUM-02",
+                    why="the last optimizer step was too large",
+                    do="lower learning_rate or max_grad_norm, and resume from the newest checkpoint",
+                )
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         failpoints.point("ckpt.after_model")

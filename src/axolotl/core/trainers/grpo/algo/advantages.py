@@ -76,12 +76,12 @@ def compute_advantages(rewards_per_function: torch.Tensor, spec: AdvantageSpec) 
     grouped = rewards.view(-1, spec.group_size)
     has_signal = _has_signal(scores.view(-1, spec.group_size, scores.shape[1]), grouped, spec.aggregation)
     if spec.aggregation == "sum_then_normalize":
-        # Equal rewards may differ from their mean by a rounding, which the division would blow up.
-        values = _sum_then_normalize(grouped, spec.scale) * has_signal.repeat_interleave(spec.group_size)
+        values = _sum_then_normalize(grouped, spec.scale)
     else:
         values = _normalize_then_sum(scores, weights, is_unscorable, spec.group_size)
     return Advantages(
-        values=values.nan_to_num(nan=0.0),
+        # Equal rewards may differ from their mean by a rounding, which the divisions would blow up.
+        values=values.nan_to_num(nan=0.0) * has_signal.repeat_interleave(spec.group_size),
         rewards=rewards,
         has_signal=has_signal,
         is_unscorable=is_unscorable,

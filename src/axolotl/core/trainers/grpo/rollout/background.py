@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from axolotl.core.trainers.grpo.types import CompletionGroup, Order
-from axolotl.errors import ServerError
+from axolotl.errors import AxolotlError, ServerError
 
 POLL_S = 1.0
 JOIN_S = 5.0
@@ -65,6 +65,7 @@ class BackgroundProducer:
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         self._beat = time.monotonic()
+        self._failure: AxolotlError | None = None
 
     @property
     def placed(self) -> Sequence[Order]:
@@ -101,7 +102,8 @@ class BackgroundProducer:
         return [(item.order, list(item.kept)) for item in made if len(item.kept) == len(item.order.slots)]
 
     def groups(self) -> Iterator[Finished]:
-        made = self._made.popleft()
+        made = self._made[0]
+        num_left = len(made.order.slots)
         while True:
             match self._next(made):
                 case None:
@@ -109,6 +111,10 @@ class BackgroundProducer:
                 case BaseException() as error:
                     raise error
                 case finished:
+                    num_left -= 1
+                    if not num_left:
+                        # Not before: a checkpoint in the middle of the step has to know of it.
+                        self._made.popleft()
                     yield finished
 
     def drain(self) -> None:
@@ -142,7 +148,13 @@ class BackgroundProducer:
         while (made := self._orders.get()) is not None and not self._stopped.is_set():
             self._beat = time.monotonic()
             try:
+                if self._failure is not None:
+                    raise self._failure
                 self._fill(made)
+            except AxolotlError as error:
+                # Nobody asks a lost server again for what comes after: the run is about to end.
+                self._failure = error
+                made.results.put(error)
             except BaseException as error:  # it is raised again where the groups are taken
                 made.results.put(error)
             else:

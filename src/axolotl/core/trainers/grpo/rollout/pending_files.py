@@ -15,9 +15,12 @@ _NAME = "pending"
 Pending = tuple[Order, list[tuple[int, CompletionGroup]]]
 
 
-def save_pending(producer: DataProducer, directory: Path) -> None:
-    """Every placed order, the oldest first."""
-    finished = {order.step: groups for order, groups in producer.finished()}
+def save_pending(producer: DataProducer, directory: Path, *, believed: int) -> None:
+    """Every placed order, the oldest first.
+
+    believed: the newest version that was proven; what a later one made is not kept.
+    """
+    finished = {order.step: groups for order, groups in producer.finished() if order.version <= believed}
     kept = [sorted(finished.get(order.step, []), key=lambda item: item[0]) for order in producer.placed]
     records, tensors = pack_groups([group for groups in kept for _, group in groups])
     orders = [

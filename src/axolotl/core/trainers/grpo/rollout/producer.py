@@ -32,7 +32,12 @@ class SyncProducer:
         return []
 
     def groups(self) -> Iterator[tuple[int, CompletionGroup]]:
-        return self._maker.make(self._placed.popleft())
+        order = self._placed[0]
+        for number, finished in enumerate(self._maker.make(order), 1):
+            if number == len(order.slots):
+                # Not before: a checkpoint in the middle of the step has to know of it.
+                self._placed.popleft()
+            yield finished
 
     def drain(self) -> None:
         """Nothing is being made."""
