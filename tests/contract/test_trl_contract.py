@@ -56,7 +56,6 @@ def test_everything_we_override_exists_above_us() -> None:
     assert set(overridden) - set(above) <= {
         "attach",
         "_remember_best",
-        "_require_finite",
         "restore_finished",
         "policy",
         "_run",

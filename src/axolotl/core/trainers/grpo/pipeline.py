@@ -104,9 +104,7 @@ class RolloutPipeline:
         metrics: dict[str, float] = {}
         began = False
         if is_due(step, self.sync.version, self.spec.sync_interval):
-            if not self.sync.keeps_versions:
-                # What is ordered was promised to the version that a push would replace.
-                self.producer.drain()
+            self._make_way()
             self.sync.begin(version_of(step))
             began = True
         ordered = time.perf_counter()
@@ -133,8 +131,7 @@ class RolloutPipeline:
     def catch_up(self, step: int) -> None:
         """Bring the generator to the weights before optimizer step `step`, whatever the interval."""
         if self.sync.version != version_of(step):
-            if not self.sync.keeps_versions:
-                self.producer.drain()
+            self._make_way()
             self.sync.push(version_of(step))
 
     def cut(self, trained: TrainedBatch, totals: StepTotals, rows: Sequence[int] | None = None) -> list[MicroBatch]:
@@ -186,6 +183,11 @@ class RolloutPipeline:
         self.producer.close()
         self.scorer.rewards.close()
         self.sync.close()
+
+    def _make_way(self) -> None:
+        """What is ordered was promised to the version that a push would replace, where only one is kept."""
+        if not self.sync.keeps_versions:
+            self.producer.drain()
 
     def _order(self, step: int) -> None:
         if self._resumed:

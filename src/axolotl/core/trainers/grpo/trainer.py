@@ -40,6 +40,7 @@ from axolotl.core.trainers.grpo.microbatch import MicroBatch
 from axolotl.core.trainers.grpo.pipeline import RolloutPipeline, StepResult
 from axolotl.core.trainers.grpo.sampler import GroupSampler
 from axolotl.core.trainers.grpo.types import CompletionGroup, RolloutBatch
+from axolotl.core.trainers.grpo.weight_sync.in_process import require_finite_weights
 from axolotl.errors import NumericError
 
 Inputs = dict[str, torch.Tensor]
@@ -324,7 +325,8 @@ class AxolotlGRPOTrainer(GRPOTrainer):
 
         `extra_state` adds its files on every rank. Uploads and the limit on the number wait until then.
         """
-        self._require_finite()
+        # Weights that are not finite must never become what a run goes on from.
+        require_finite_weights(self.policy(), self.state.global_step)
         save = super()._save_checkpoint
         ranks = Ranks(self.is_world_process_zero(), partial(sum_over_ranks, self.accelerator))
 
@@ -343,17 +345,6 @@ class AxolotlGRPOTrainer(GRPOTrainer):
         ranks.alone(lambda: self.checkpoints.prune(checkpoint, best=self.state.best_model_checkpoint))
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(checkpoint))
-
-    def _require_finite(self) -> None:
-        """A checkpoint is something to go on from: weights that are not finite never become the newest one."""
-        for name, weight in self.policy().named_parameters():
-            if weight.requires_grad and not bool(weight.isfinite().all()):
-                raise NumericError(
-                    f"the weights are no longer finite after step {self.state.global_step}: {name}",
-                    code="E-NUM-02",
-                    why="the last optimizer step was too large",
-                    do="lower learning_rate or max_grad_norm, and resume from the newest checkpoint",
-                )
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         failpoints.point("ckpt.after_model")

@@ -31,14 +31,7 @@ class InProcessSync:
 
     def push(self, version: int) -> None:
         """Raises `NumericError` when a trained weight is not finite."""
-        for name, weight in self._policy().named_parameters():
-            if weight.requires_grad and not bool(weight.isfinite().all()):
-                raise NumericError(
-                    f"the weights are no longer finite after step {version - 1}: {name}",
-                    code="E-NUM-02",
-                    why="the optimizer step before this one was too large",
-                    do="lower learning_rate or max_grad_norm, and resume from the newest checkpoint",
-                )
+        require_finite_weights(self._policy(), version - 1)
         self._version = version
 
     def begin(self, version: int) -> None:
@@ -49,3 +42,15 @@ class InProcessSync:
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+def require_finite_weights(policy: nn.Module, step: int) -> None:
+    """Raise `NumericError` `E-NUM-02` when a trained weight is not finite after `step` optimizer steps."""
+    for name, weight in policy.named_parameters():
+        if weight.requires_grad and not bool(weight.isfinite().all()):
+            raise NumericError(
+                f"the weights are no longer finite after step {step}: {name}",
+                code="E-NUM-02",
+                why="the last optimizer step was too large",
+                do="lower learning_rate or max_grad_norm, and resume from the newest checkpoint",
+            )
