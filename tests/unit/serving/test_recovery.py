@@ -296,9 +296,9 @@ def test_a_healthy_server_whose_requests_stall_makes_no_progress(server: Scripte
     server.faults = [Fault("silent")] * 100
     began = time.monotonic()
     with pytest.raises(ServerError, match="alive but makes no progress") as problem:
-        connect(5.0).generate(request_for())
+        connect(1.5).generate(request_for())
     assert problem.value.code == "E-SRV-05"
-    assert 5 <= time.monotonic() - began < 10
+    assert 1.5 <= time.monotonic() - began < 8
 
 
 def test_lines_without_progress_are_a_hung_engine(server: ScriptedServer, connect: Connect) -> None:

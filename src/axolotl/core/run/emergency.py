@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
 from axolotl.core.run.checkpoints.manifest import verify
 from axolotl.core.run.faults import kept
-from axolotl.core.trainers.grpo.trainer import AxolotlGRPOTrainer
 from axolotl.errors import ConfigError, Interrupted, ServerError, StorageError, SyncError
+
+if TYPE_CHECKING:
+    from axolotl.core.trainers.grpo.trainer import AxolotlGRPOTrainer
 
 
 @contextmanager

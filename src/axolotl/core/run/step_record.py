@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from axolotl.core.run.journal import StepRecord, group_records, weights_digest
 from axolotl.core.trainers.grpo.pipeline import Part
 from axolotl.core.trainers.grpo.rollout.replay import rewards_of
-from axolotl.core.trainers.grpo.trainer import AxolotlGRPOTrainer
+
+if TYPE_CHECKING:
+    from axolotl.core.trainers.grpo.trainer import AxolotlGRPOTrainer
 
 
 def step_record(trainer: AxolotlGRPOTrainer) -> StepRecord:
