@@ -274,6 +274,7 @@ def _train(trainer: AxolotlGRPOTrainer, output: OutputDir, checkpoint: Path | No
     try:
         with stop.listening(), emergency_checkpoint(trainer, output.path, is_urgent=lambda: stop.is_urgent):
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+            trainer.finite.require()
     except Interrupted as stopped:
         if stop.is_urgent or trainer.state.global_step < trainer.state.max_steps:
             stopped.do = _GO_ON if trainer.state.global_step > 0 else ""
