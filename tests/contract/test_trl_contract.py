@@ -57,6 +57,7 @@ def test_everything_we_override_exists_above_us() -> None:
         "attach",
         "_remember_best",
         "restore_finished",
+        "restore_best",
         "policy",
         "_run",
         "_run_step",

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from axolotl.cli.main import main
+from axolotl.core.trainers.grpo.trainer import AxolotlGRPOTrainer
+from axolotl.errors import Interrupted
 from tests.support.project import make_project, metrics
 
 
@@ -130,6 +134,34 @@ def test_evaluation_goes_through_the_same_path(project: Path) -> None:
     )
     lines = (project / "out" / "metrics.jsonl").read_text()
     assert '"eval_reward"' in lines and '"eval_rewards/vowels/mean"' in lines
+
+
+JUDGE = """
+def judge(completions, trainer_state, **kwargs):
+    return [float(trainer_state.global_step == 1) + 0.1 * (index % 2) for index in range(len(completions))]
+"""
+
+
+def test_interrupted_in_its_last_evaluation_a_run_ends_with_the_best_policy(
+    project: Path, trainers: list[AxolotlGRPOTrainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (project / "judge_rewards.py").write_text(JUDGE)
+    evaluate = AxolotlGRPOTrainer.prediction_step
+
+    def interrupted(trainer: AxolotlGRPOTrainer, *args: Any, **kwargs: Any) -> Any:
+        if trainer.state.global_step == 3:
+            raise Interrupted("stopped by a signal while waiting for the server", signal_number=signal.SIGTERM)
+        return evaluate(trainer, *args, **kwargs)
+
+    monkeypatch.setattr(AxolotlGRPOTrainer, "prediction_step", interrupted)
+    rhythm = ["--save_strategy", "steps", "--save_steps", "1", "--eval_strategy", "steps", "--eval_steps", "1"]
+    best = ["--val_set_size", "0.25", "--load_best_model_at_end", "true", "--metric_for_best_model", "eval_reward"]
+    rewards = ["--trl.reward_funcs", "[judge_rewards.judge]", "--max_steps", "3"]
+    assert main(["train", "config.yaml", *rhythm, *best, *rewards]) == 0
+    out = project / "out"
+    assert trainers[0].state.best_model_checkpoint == "out/checkpoint-1"
+    assert equal(adapter(out), adapter(out / "checkpoint-1"))
+    assert not equal(adapter(out), adapter(out / "checkpoint-3")), "which the interruption saved"
 
 
 def test_full_fine_tuning_in_process(project: Path, tiny_model: Path) -> None:

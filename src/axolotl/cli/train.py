@@ -274,11 +274,13 @@ def _train(trainer: AxolotlGRPOTrainer, output: OutputDir, checkpoint: Path | No
     try:
         with stop.listening(), emergency_checkpoint(trainer, output.path, is_urgent=lambda: stop.is_urgent):
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-            trainer.finite.require()
     except Interrupted as stopped:
         if stop.is_urgent or trainer.state.global_step < trainer.state.max_steps:
             stopped.do = _GO_ON if trainer.state.global_step > 0 else ""
             raise
+        # All steps are taken: it was the evaluation after the last one, behind which the best policy would be loaded.
+        trainer.restore_best()
+    trainer.finite.require()
     step, last = trainer.state.global_step, trainer.state.max_steps
     # A signal after the last step changes nothing: the run is complete and is saved as one.
     if stop.received is not None and step < last:

@@ -404,9 +404,16 @@ class AxolotlGRPOTrainer(GRPOTrainer):
     def restore_finished(self, checkpoint: Path) -> None:
         """The policy and the state at the end of a run, from the checkpoint of its last step: ready to be saved."""
         self.state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+        if not self.restore_best():
+            self._load_from_checkpoint(str(checkpoint))
+
+    def restore_best(self) -> bool:
+        """Take the policy of the best checkpoint, if `load_best_model_at_end` asks for it and there is one."""
         best = self.state.best_model_checkpoint
-        is_best = self.args.load_best_model_at_end and best is not None and Path(best).is_dir()
-        self._load_from_checkpoint(str(best if is_best else checkpoint))
+        if not self.args.load_best_model_at_end or best is None or not Path(best).is_dir():
+            return False
+        self._load_from_checkpoint(best)
+        return True
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """TRL would write its README.md over a user's at every checkpoint; PEFT and transformers leave one in each."""
