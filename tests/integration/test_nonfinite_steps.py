@@ -66,6 +66,7 @@ def test_one_such_step_is_as_if_it_had_taught_nothing(
     assert [line["ledger"]["trained"] for line in skipped] == [4, 0, 4, 4]
     logged = metrics(project / "skipped")
     assert [line["skipped_nonfinite_steps"] for line in logged] == [0, 1, 0, 0]
+    assert (logged[1]["loss"], logged[1]["grad_norm"]) == (0.0, 0.0)
     assert [line["learning_rate"] for line in logged] == [line["learning_rate"] for line in metrics(project / "silent")]
     record = json.loads((project / "skipped" / "nonfinite" / "step-2.json").read_text())
     assert record["not_finite"] == what

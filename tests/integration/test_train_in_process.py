@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from axolotl.cli.main import main
+from axolotl.core.trainers.grpo.microbatch import MicroBatch
 from axolotl.core.trainers.grpo.trainer import AxolotlGRPOTrainer
 from axolotl.errors import Interrupted
 from tests.support.project import make_project, metrics
@@ -162,6 +163,22 @@ def test_interrupted_in_its_last_evaluation_a_run_ends_with_the_best_policy(
     assert trainers[0].state.best_model_checkpoint == "out/checkpoint-1"
     assert equal(adapter(out), adapter(out / "checkpoint-1"))
     assert not equal(adapter(out), adapter(out / "checkpoint-3")), "which the interruption saved"
+
+
+def test_out_of_memory_twice_ends_the_run(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes: list[int] = []
+
+    def run(trainer: AxolotlGRPOTrainer, model: object, micro_batch: MicroBatch) -> torch.Tensor:
+        sizes.append(len(micro_batch.rows))
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(AxolotlGRPOTrainer, "_run", run)
+    assert main(["train", "config.yaml"]) == 10
+    said = capsys.readouterr().err
+    assert sizes == [4, 2] and "goes on, with 2" in said
+    assert "E-MEM-01" in said and "logits [2, 9, 384] = 27.6 kB" in said and "lower micro_batch_size to 1 " in said
 
 
 def test_full_fine_tuning_in_process(project: Path, tiny_model: Path) -> None:

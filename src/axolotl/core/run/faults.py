@@ -58,7 +58,7 @@ def named_faults(output_dir: Path) -> Iterator[None]:
     except Exception as error:
         if is_out_of_memory(error):
             raise MemoryFault(
-                "out of memory outside of the micro-batches",
+                "out of memory outside of the training passes",
                 why=_first_line(error),
                 do="lower micro_batch_size (and raise gradient_accumulation_steps) or trl.max_completion_length",
                 saved=kept(output_dir),

@@ -215,8 +215,7 @@ class TRLConfig(Options):
     )
     use_bias_correction_kl: Bool | None = option(
         None,
-        "Weight the KL penalty by the ratio of the present policy to the one that last scored the completion; the "
-        "sampler's lag is not in it.",
+        "Weight the KL penalty by the ratio of the present policy to the one that last scored it, not to the sampler.",
         null_means=True,
     )
 
