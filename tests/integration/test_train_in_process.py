@@ -124,6 +124,13 @@ def test_weights_that_diverge_end_with_their_own_code(
     assert "E-NUM" in error and "learning_rate" in error and "Traceback" not in error
 
 
+def test_weights_that_diverge_in_the_last_step_are_not_saved(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "config.yaml", "--learning_rate", "1e39", "--max_steps", "1"]) == 8
+    error = capsys.readouterr().err
+    assert "E-NUM-02" in error and "after step 1" in error and "Traceback" not in error
+    assert not (project / "out" / "adapter_model.safetensors").exists()
+
+
 def test_resume_without_a_checkpoint_says_so(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "config.yaml", "--resume"]) == 2
     assert "there is no checkpoint in out" in capsys.readouterr().err

@@ -303,6 +303,7 @@ def _is_finished(checkpoint: Path, trainer: AxolotlGRPOTrainer) -> bool:
 
 def _finish(trainer: AxolotlGRPOTrainer, output: OutputDir, config: AxolotlConfig) -> None:
     from axolotl.core.run.output_dir import LAST_ERROR
+    from axolotl.core.trainers.grpo.weight_sync.in_process import require_finite_weights
 
     failpoints.point("end")
     if trainer.state.global_step == 0:
@@ -310,6 +311,8 @@ def _finish(trainer: AxolotlGRPOTrainer, output: OutputDir, config: AxolotlConfi
         output.file(LAST_ERROR).unlink(missing_ok=True)
         trainer.pipeline.close()
         return
+    # Whoever finds a model there takes it for a good one; what is not finite after the last step was never pushed.
+    require_finite_weights(trainer.policy(), trainer.state.global_step)
     with output.saving():
         trainer.save_model(str(output.path))
     if uses_server(config) and not config.vllm.managed:
