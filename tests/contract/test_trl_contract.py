@@ -96,6 +96,8 @@ def test_attributes_that_the_loss_reads_and_we_set(tmp_path: Path) -> None:
     assert set(trainer._metrics) == {"train", "eval"}
     assert {"prompt", "completion", "rewards", "advantages", "extra"} <= set(trainer._logs)
     assert trainer.loss_is_scaled_for_ga is True
+    # None without float16; a scaler is who skips steps then.
+    assert trainer.accelerator.scaler is None
 
 
 def test_the_loss_applies_what_we_put_into_its_inputs() -> None:
