@@ -146,6 +146,17 @@ def test_what_was_logged_of_the_attempt_is_forgotten(tmp_path: Path, tiny_model:
     assert lengths["sampling/effective_sample_size"] == lengths["reward"] == 1
 
 
+def test_where_the_reference_policy_ran_out_of_memory_the_adapter_is_there_again(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    """Every micro-batch has a pass of the model without its adapter first."""
+    shape = {"loss_type": "grpo", "beta": 0.1, "max_steps": 1}
+    whole, _ = trained(make_trainer(tmp_path / "whole", tiny_model, record(eos=2), **shape))
+    trainer = make_trainer(tmp_path / "again", tiny_model, record(eos=2), **shape)
+    run_out(trainer, "forward", 3)
+    require_equal(trained(trainer)[0], whole)
+
+
 @pytest.mark.parametrize(
     ("micro_batch_size", "passes", "what", "way_out"),
     [
