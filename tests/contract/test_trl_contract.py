@@ -57,8 +57,13 @@ def test_everything_we_override_exists_above_us() -> None:
         "attach",
         "_remember_best",
         "restore_finished",
+        "restore_best",
         "policy",
         "_run",
+        "_run_step",
+        "_forget_step",
+        "_vocabulary",
+        "_logits",
         "_loss",
         "_importance_weights",
         "_off_policy_kept",
@@ -91,6 +96,8 @@ def test_attributes_that_the_loss_reads_and_we_set(tmp_path: Path) -> None:
     assert set(trainer._metrics) == {"train", "eval"}
     assert {"prompt", "completion", "rewards", "advantages", "extra"} <= set(trainer._logs)
     assert trainer.loss_is_scaled_for_ga is True
+    # None without float16; a scaler is who skips steps then.
+    assert trainer.accelerator.scaler is None
 
 
 def test_the_loss_applies_what_we_put_into_its_inputs() -> None:

@@ -115,6 +115,18 @@ def test_stored_log_probs_change_weights_and_ratios_as_worked_out(tmp_path: Path
         assert not torch.allclose(again[step]["p"][mask], first[mask])
 
 
+def test_of_a_step_that_is_skipped_nothing_is_kept_for_replay(tmp_path: Path, tiny_model: Path) -> None:
+    """The rewards of prompt 1 are too large for their sum; prompt 0 stands in for prompt 2, and is all that is kept."""
+    recording = with_rewards(record(eos=2), SPREAD, [0.0, 3e38] * (GROUP_SIZE // 2), SAME)
+    trainer = make_trainer(tmp_path, tiny_model, recording, replay=buffer(True))
+    trainer.train()
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [entry["ledger/failed"] for entry in logged] == [0, GROUP_SIZE, 0]
+    assert [entry["replay/size"] for entry in logged] == [1, 1, 1]
+    assert [entry["replay/replaced"] for entry in logged] == [0, 0, 1]
+    assert trainer.pipeline.books.ledger.counts.total == 4 * GROUP_SIZE
+
+
 def test_a_failed_prompt_comes_back_with_other_seeds(tmp_path: Path, tiny_model: Path) -> None:
     """Prompt 0 fails in step 0; from step 2 on failed prompts are tried again, in the place of prompt 2."""
     recording = with_rewards(record(eos=2), [0.0] * GROUP_SIZE, SPREAD, SPREAD)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from axolotl.cli.main import main
+from axolotl.core.trainers.grpo.microbatch import MicroBatch
+from axolotl.core.trainers.grpo.trainer import AxolotlGRPOTrainer
+from axolotl.errors import Interrupted
 from tests.support.project import make_project, metrics
 
 
@@ -119,6 +124,13 @@ def test_weights_that_diverge_end_with_their_own_code(
     assert "E-NUM" in error and "learning_rate" in error and "Traceback" not in error
 
 
+def test_weights_that_diverge_in_the_last_step_are_not_saved(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "config.yaml", "--learning_rate", "1e39", "--max_steps", "1"]) == 8
+    error = capsys.readouterr().err
+    assert "E-NUM-02" in error and "after step 1" in error and "Traceback" not in error
+    assert not (project / "out" / "adapter_model.safetensors").exists()
+
+
 def test_resume_without_a_checkpoint_says_so(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "config.yaml", "--resume"]) == 2
     assert "there is no checkpoint in out" in capsys.readouterr().err
@@ -130,6 +142,50 @@ def test_evaluation_goes_through_the_same_path(project: Path) -> None:
     )
     lines = (project / "out" / "metrics.jsonl").read_text()
     assert '"eval_reward"' in lines and '"eval_rewards/vowels/mean"' in lines
+
+
+JUDGE = """
+def judge(completions, trainer_state, **kwargs):
+    return [float(trainer_state.global_step == 1) + 0.1 * (index % 2) for index in range(len(completions))]
+"""
+
+
+def test_interrupted_in_its_last_evaluation_a_run_ends_with_the_best_policy(
+    project: Path, trainers: list[AxolotlGRPOTrainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (project / "judge_rewards.py").write_text(JUDGE)
+    evaluate = AxolotlGRPOTrainer.prediction_step
+
+    def interrupted(trainer: AxolotlGRPOTrainer, *args: Any, **kwargs: Any) -> Any:
+        if trainer.state.global_step == 3:
+            raise Interrupted("stopped by a signal while waiting for the server", signal_number=signal.SIGTERM)
+        return evaluate(trainer, *args, **kwargs)
+
+    monkeypatch.setattr(AxolotlGRPOTrainer, "prediction_step", interrupted)
+    rhythm = ["--save_strategy", "steps", "--save_steps", "1", "--eval_strategy", "steps", "--eval_steps", "1"]
+    best = ["--val_set_size", "0.25", "--load_best_model_at_end", "true", "--metric_for_best_model", "eval_reward"]
+    rewards = ["--trl.reward_funcs", "[judge_rewards.judge]", "--max_steps", "3"]
+    assert main(["train", "config.yaml", *rhythm, *best, *rewards]) == 0
+    out = project / "out"
+    assert trainers[0].state.best_model_checkpoint == "out/checkpoint-1"
+    assert equal(adapter(out), adapter(out / "checkpoint-1"))
+    assert not equal(adapter(out), adapter(out / "checkpoint-3")), "which the interruption saved"
+
+
+def test_out_of_memory_twice_ends_the_run(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes: list[int] = []
+
+    def run(trainer: AxolotlGRPOTrainer, model: object, micro_batch: MicroBatch) -> torch.Tensor:
+        sizes.append(len(micro_batch.rows))
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(AxolotlGRPOTrainer, "_run", run)
+    assert main(["train", "config.yaml"]) == 10
+    said = capsys.readouterr().err
+    assert sizes == [4, 2] and "goes on, with 2" in said
+    assert "E-MEM-01" in said and "logits [2, 9, 384] = 27.6 kB" in said and "lower micro_batch_size to 1 " in said
 
 
 def test_full_fine_tuning_in_process(project: Path, tiny_model: Path) -> None:

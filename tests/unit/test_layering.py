@@ -22,7 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("axolotl.core.run",),
     (f"{GRPO}.assembly",),
     (f"{GRPO}.trainer",),
-    (f"{GRPO}.pipeline",),
+    (f"{GRPO}.pipeline", f"{GRPO}.nonfinite"),
     (f"{GRPO}.microbatch", f"{GRPO}.replaying"),
     (f"{GRPO}.scoring",),
     (
@@ -42,6 +42,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         f"{GRPO}.schedule",
         f"{GRPO}.protocols",
         f"{GRPO}.ledger",
+        f"{GRPO}.memory",
     ),
     (f"{GRPO}.types", f"{GRPO}.algo", f"{GRPO}.distributed", "axolotl.serving", "axolotl.core.run.checkpoints"),
     ("axolotl.utils.schemas",),

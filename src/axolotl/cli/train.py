@@ -278,6 +278,9 @@ def _train(trainer: AxolotlGRPOTrainer, output: OutputDir, checkpoint: Path | No
         if stop.is_urgent or trainer.state.global_step < trainer.state.max_steps:
             stopped.do = _GO_ON if trainer.state.global_step > 0 else ""
             raise
+        # All steps are taken: it was the evaluation after the last one, behind which the best policy would be loaded.
+        trainer.restore_best()
+    trainer.finite.require()
     step, last = trainer.state.global_step, trainer.state.max_steps
     # A signal after the last step changes nothing: the run is complete and is saved as one.
     if stop.received is not None and step < last:
@@ -300,6 +303,7 @@ def _is_finished(checkpoint: Path, trainer: AxolotlGRPOTrainer) -> bool:
 
 def _finish(trainer: AxolotlGRPOTrainer, output: OutputDir, config: AxolotlConfig) -> None:
     from axolotl.core.run.output_dir import LAST_ERROR
+    from axolotl.core.trainers.grpo.weight_sync.in_process import require_finite_weights
 
     failpoints.point("end")
     if trainer.state.global_step == 0:
@@ -307,6 +311,8 @@ def _finish(trainer: AxolotlGRPOTrainer, output: OutputDir, config: AxolotlConfi
         output.file(LAST_ERROR).unlink(missing_ok=True)
         trainer.pipeline.close()
         return
+    # Whoever finds a model there takes it for a good one; what is not finite after the last step was never pushed.
+    require_finite_weights(trainer.policy(), trainer.state.global_step)
     with output.saving():
         trainer.save_model(str(output.path))
     if uses_server(config) and not config.vllm.managed:

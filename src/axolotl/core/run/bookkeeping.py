@@ -1,6 +1,7 @@
 """Notes in the output directory what transformers and TRL write there.
 
-TRL's tables of completions are noted at the next save and at the end: they appear without a callback.
+TRL's tables of completions, and micro-batches that were not finite, are noted at the next save and at the end: they
+appear without a callback.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from axolotl.core.run.output_dir import OutputDir
+from axolotl.core.trainers.grpo.nonfinite import DIRECTORY
 
 
 class NoteWrittenFiles(TrainerCallback):
@@ -30,3 +32,4 @@ class NoteWrittenFiles(TrainerCallback):
 
     def _note_tables(self) -> None:
         self._output.note(*(self._output.path / "completions").glob("completions_*.parquet"))
+        self._output.note(*(self._output.path / DIRECTORY).glob("step-*"))

@@ -8,10 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from axolotl.core.run.checkpoints.finding import newest_verified
 from axolotl.core.run.checkpoints.store import is_failed_write
+from axolotl.core.trainers.grpo.memory import is_out_of_memory
 from axolotl.errors import AxolotlError, EnvironmentFault, Interrupted, MemoryFault, StorageError
 
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -56,14 +55,14 @@ def named_faults(output_dir: Path) -> Iterator[None]:
         if not isinstance(error, Interrupted):
             error.saved = error.saved or kept(output_dir)
         raise
-    except torch.OutOfMemoryError as error:
-        raise MemoryFault(
-            "out of memory while training",
-            why=str(error).splitlines()[0],
-            do="lower micro_batch_size (and raise gradient_accumulation_steps) or trl.max_completion_length",
-            saved=kept(output_dir),
-        ) from error
     except Exception as error:
+        if is_out_of_memory(error):
+            raise MemoryFault(
+                "out of memory outside of the training passes",
+                why=_first_line(error),
+                do="lower micro_batch_size (and raise gradient_accumulation_steps) or trl.max_completion_length",
+                saved=kept(output_dir),
+            ) from error
         if _is_full_disk(error):
             raise StorageError(
                 f"no space left for what the run writes in {output_dir}",

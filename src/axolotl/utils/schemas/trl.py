@@ -214,7 +214,9 @@ class TRLConfig(Options):
         None, "Drop sequences with negative advantage whose divergence from the sampling policy exceeds this.", gt=0.0
     )
     use_bias_correction_kl: Bool | None = option(
-        None, "Weight the KL penalty by the policy ratio, which removes its bias off-policy.", null_means=True
+        None,
+        "Weight the KL penalty by the ratio of the present policy to the one that last scored it, not to the sampler.",
+        null_means=True,
     )
 
     replay_buffer_size: Int = option(

@@ -3,7 +3,7 @@
 A completion is put where its way ended first:
 
     replayed      it came out of the replay buffer; it had been counted when it was fresh
-    failed        it never came, or was not what had been asked for
+    failed        it never came, or was not what had been asked for, or the optimizer did not take its step
     stale         it came too late: its policy was older than `trl.max_staleness` allows
     unscorable    every reward function abstained
     truncated     cut off at the length limit, with `mask_truncated_completions` on
@@ -11,7 +11,8 @@ A completion is put where its way ended first:
     masked        no token of it was left: importance mask, off-policy mask, or no known sampling log-prob
     trained       it had a part in the policy's gradient
 
-So a truncated completion of a group without signal is `truncated`, a masked one of such a group `zero_signal`.
+So a truncated completion of a group without signal is `truncated`, a masked one of such a group `zero_signal`, and all
+fresh ones of a step that was skipped for a number that is not finite are `failed`.
 `failed` and `stale` completions have no rows in a batch and are given as numbers.
 """
 

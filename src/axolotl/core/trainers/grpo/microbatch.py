@@ -17,11 +17,12 @@ Tensors = dict[str, torch.Tensor]
 @dataclass(frozen=True)
 class MicroBatch:
     """inputs: the tensors of TRL's loss for these rows, padding trimmed. share: their weight in the step's loss. rows:
-    their numbers in the batch that was cut."""
+    their numbers in the batch that was cut. prompts: of each, its prompt's row in the data set."""
 
     inputs: Tensors
     share: float
     rows: tuple[int, ...] = ()
+    prompts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -80,8 +81,10 @@ def split(
         if trained.stored_logps is not None:
             inputs["stored_logps"] = trained.stored_logps[chosen, :width]
         share = loss_share(loss_type, counted, totals.rows, totals.tokens)
+        cut = tuple(chosen.tolist())
+        prompts = tuple(batch.groups[row // batch.group_size].row.index for row in cut)
         micro_batches.append(
-            MicroBatch({name: value.to(device) for name, value in inputs.items()}, share, tuple(chosen.tolist()))
+            MicroBatch({name: value.to(device) for name, value in inputs.items()}, share, cut, prompts)
         )
     return micro_batches
 

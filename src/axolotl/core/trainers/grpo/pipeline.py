@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -152,6 +153,10 @@ class RolloutPipeline:
         tokens = sum_over_ranks(self.accelerator, own)
         return StepTotals(rows, tokens / self.accelerator.num_processes, tokens)
 
+    def with_micro_batch_size(self, size: int) -> RolloutPipeline:
+        """The same parts, cutting micro-batches of another size."""
+        return replace(self, spec=replace(self.spec, micro_batch_size=size))
+
     def save_state(self, directory: Path) -> None:
         """What a checkpoint keeps of the pipeline, into `directory`, which exists.
 
@@ -221,36 +226,48 @@ class OpenStep:
     _slots: tuple[Slot, ...] = ()
     _waited: float = 0.0
     _rewards: float = 0.0
+    _rest: Iterator[Part] | None = None
 
     def micro_batches(self) -> Iterator[tuple[MicroBatch, bool]]:
-        """Each with whether it is the step's last, as soon as it can be run."""
+        """Each with whether it is the step's last, as soon as it can be run. After `restart`: all of them again."""
         pipeline = self.pipeline
-        order = pipeline.producer.placed[0]
-        assert order.step == self.step, (order.step, self.step)
-        self._slots = order.slots
-        parts: Iterable[Part] = self._scored(len(order.slots))
+        if self._rest is None:
+            order = pipeline.producer.placed[0]
+            assert order.step == self.step, (order.step, self.step)
+            self._slots = order.slots
+            self._rest = self._scored(len(order.slots))
+        # What was scored before a restart is kept; the rest comes as it would have come.
+        parts: Iterable[Part] = chain(tuple(self._parts), self._rest)
         if pipeline.spec.trains_early:
             totals = self._provisional()
         else:
             parts = list(parts)
             totals = pipeline.totals([part.trained for part in parts])
-        num_left = len(order.slots)
+        num_left = len(self._slots)
         for part in parts:
             num_left -= len(part.scored.batch.groups)
             yield from self._run(part, totals, is_last=num_left == 0)
 
-    def result(self, is_left_out: torch.Tensor) -> StepResult:
+    def restart(self, pipeline: RolloutPipeline) -> None:
+        """Begin the training of this step again, from its first micro-batch, as `pipeline` cuts them."""
+        self.pipeline = pipeline
+        self._running = None
+        self._run_rows.clear()
+        self._num_skipped = 0
+
+    def result(self, is_left_out: torch.Tensor, *, is_failed: bool = False) -> StepResult:
         """Collective. The numbers of the step, once all of its micro-batches were run.
 
         Args:
             is_left_out: `[n]` bool, the completions of the micro-batches in their order that had no part in the loss.
+            is_failed: the optimizer does not take this step: replay learns nothing from it.
         """
         pipeline, spec = self.pipeline, self.pipeline.spec
         scored = join([part.scored for part in self._parts], pipeline.collate)
         totals = pipeline.totals([part.trained for part in self._parts])
         metrics = {
             **pipeline.describe(scored),
-            **self._learn(scored),
+            **self._learn(scored, is_failed=is_failed),
             **staleness_metrics(scored.batch, version_of(self.step)),
             **self.metrics,
             "time/generate": self._waited,
@@ -261,7 +278,7 @@ class OpenStep:
             metrics["skipped_zero_adv_batches"] = float(self._num_skipped)
         is_rescaled = spec.trains_early and spec.loss_type in TOKEN_LOSSES and totals.all_tokens > 0
         scale = self._provisional().all_tokens / totals.all_tokens if is_rescaled else 1.0
-        counts = self._account(is_left_out)
+        counts = self._account(is_left_out, is_failed=is_failed)
         metrics |= counts.metrics()
         return StepResult(scored, metrics, scale, counts, tuple(self._parts))
 
@@ -272,12 +289,12 @@ class OpenStep:
             rows = zip(micro_batch.rows, logps.detach().float().cpu(), strict=True)
             self._running.logps.update(rows)
 
-    def _learn(self, scored: ScoredBatch) -> dict[str, float]:
+    def _learn(self, scored: ScoredBatch, *, is_failed: bool) -> dict[str, float]:
         """Replay and re-roll learn the step's own groups, once all of it is trained."""
         metrics: dict[str, float] = {}
         replay, reroll = self.pipeline.replay, self.pipeline.planner.reroll
         if replay is not None:
-            for part in self._parts:
+            for part in () if is_failed else self._parts:
                 fresh = part.fresh if replay.recomputes else with_logps(part.fresh, part.trained, part.logps)
                 replay.learn(fresh, self.step)
             metrics |= replay.metrics([part.replaced for part in self._parts if part.replaced is not None])
@@ -286,7 +303,7 @@ class OpenStep:
             metrics |= reroll_metrics(reroll.queue, self._slots)
         return metrics
 
-    def _account(self, is_left_out: torch.Tensor) -> Counts:
+    def _account(self, is_left_out: torch.Tensor, *, is_failed: bool) -> Counts:
         """Every completion in one class; the sums have to balance."""
         left_out = iter(is_left_out.tolist())
         masked = {(id(part), row) for part, row in self._run_rows if next(left_out, False)}
@@ -309,6 +326,8 @@ class OpenStep:
             counts += Counts(zero_signal=sum(is_replayed) * size)
             num_replayed += sum(is_replayed) * size
         books, num_fresh = self.pipeline.books, sum(part.scored.batch.num_completions for part in self._parts)
+        if is_failed:
+            counts = Counts(failed=num_fresh, replayed=num_replayed)
         books.ledger = books.ledger.plus(counts, ordered=num_fresh, replayed=num_replayed)
         books.ledger.balance()
         return counts

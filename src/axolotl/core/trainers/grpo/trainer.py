@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from accelerate.utils.memory import clear_device_cache
 from peft import PeftModel
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, TrainerState
@@ -35,13 +36,14 @@ from axolotl.core.trainers.grpo.algo.logprobs import token_logps_and_entropies
 from axolotl.core.trainers.grpo.algo.shares import TOKEN_TOTAL_LOSSES
 from axolotl.core.trainers.grpo.algo.stored_logps import stored_policy_logps
 from axolotl.core.trainers.grpo.distributed import sum_over_ranks
+from axolotl.core.trainers.grpo.memory import Logits, MemoryGuard, is_out_of_memory
 from axolotl.core.trainers.grpo.metrics import off_policy_metrics, sampling_metrics
 from axolotl.core.trainers.grpo.microbatch import MicroBatch
-from axolotl.core.trainers.grpo.pipeline import RolloutPipeline, StepResult
+from axolotl.core.trainers.grpo.nonfinite import DIRECTORY, FiniteGuard, Ran, StopWhenNotFinite
+from axolotl.core.trainers.grpo.pipeline import OpenStep, RolloutPipeline, StepResult
 from axolotl.core.trainers.grpo.sampler import GroupSampler
 from axolotl.core.trainers.grpo.types import CompletionGroup, RolloutBatch
 from axolotl.core.trainers.grpo.weight_sync.in_process import require_finite_weights
-from axolotl.errors import NumericError
 
 Inputs = dict[str, torch.Tensor]
 Ticket = dict[str, int]
@@ -92,6 +94,10 @@ class AxolotlGRPOTrainer(GRPOTrainer):
         self.extra_state: Callable[[Path], None] = lambda checkpoint: None
         self._staging: Path | None = None
         self.last_step: tuple[StepResult, float] | None = None
+        output_dir = Path(cast(str, self.args.output_dir))
+        self.finite = FiniteGuard(self.accelerator, output_dir / DIRECTORY, self.policy)
+        self.add_callback(StopWhenNotFinite(self.finite))
+        self._memory = MemoryGuard(self.accelerator.num_processes)
 
     # -- data: one ticket an optimizer step ---------------------------------------------------------------------
 
@@ -111,28 +117,53 @@ class AxolotlGRPOTrainer(GRPOTrainer):
         """All micro-batches of one optimizer step; returns the step's loss, detached."""
         started = time.perf_counter()
         step = self.pipeline.open(self.state.global_step)
-        total = torch.zeros((), device=self.accelerator.device)
-        for micro_batch, is_last in step.micro_batches():
-            model.train()
-            self.accelerator.gradient_state._set_sync_gradients(is_last)
-            with nullcontext() if is_last else self.accelerator.no_sync(model):
-                total += self._run(model, micro_batch)
-            if self._policy_logps is not None:
-                step.remember(micro_batch, self._policy_logps)
-        result = step.result(self._record_sampling("train"))
-        total *= result.gradient_scale
+        ran = self._run_step(model, step)
+        is_sound = self.finite.admits(self.state.global_step + 1, model, ran)
+        result = step.result(self._record_sampling("train"), is_failed=not is_sound)
+        total = torch.stack([one.loss for one in ran]).sum() * result.gradient_scale
         _scale_gradients(model, result.gradient_scale)
         self._record(result, "train")
         self.last_step = (result, float(total))
         self._tell_bias(result.scored.batch)
-        if not bool(total.isfinite()):
-            raise NumericError(
-                f"the loss of step {self.state.global_step + 1} is not finite ({total.item()})",
-                why="the weights are still those of the step before",
-                do="lower learning_rate, check the rewards' size, and go on with --resume",
-            )
+        self._metrics["train"]["skipped_nonfinite_steps"].append(float(not is_sound))
         self._metrics["train"]["step_time"].append(time.perf_counter() - started)
-        return total
+        # transformers adds losses up: one that is not finite would be the mean of all that are logged with it.
+        return total if is_sound else torch.zeros_like(total)
+
+    def _run_step(self, model: torch.nn.Module, step: OpenStep) -> list[Ran]:
+        """All micro-batches of the step. Where memory runs out, the step begins again with half as many completions at
+        once: a backward pass that broke off has added a part of its gradient, which nothing can take back alone."""
+        logged = {name: len(values) for name, values in self._metrics["train"].items()}
+        ran: list[Ran] = []
+        for micro_batch, is_last in step.micro_batches():
+            model.train()
+            self.accelerator.gradient_state._set_sync_gradients(is_last)
+            try:
+                with nullcontext() if is_last else self.accelerator.no_sync(model):
+                    ran.append(Ran(micro_batch, self._run(model, micro_batch)))
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                size = self._memory.half(self.state.global_step + 1, self._logits(micro_batch), error)
+            else:
+                if self._policy_logps is not None:
+                    step.remember(micro_batch, self._policy_logps)
+                continue
+            # Behind the handler: its traceback holds what has to be freed.
+            self._forget_step(model, logged)
+            self.pipeline = self.pipeline.with_micro_batch_size(size)
+            step.restart(self.pipeline)
+            return self._run_step(model, step)
+        return ran
+
+    def _forget_step(self, model: torch.nn.Module, logged: dict[str, int]) -> None:
+        """As if no micro-batch of the step had been run. logged: values of each metric before it."""
+        model.zero_grad()
+        for memory in (self._weighted, self._left_out, self._off_policy, self._ratios):
+            memory.clear()
+        for name, values in self._metrics["train"].items():
+            del values[logged.get(name, 0) :]
+        clear_device_cache(garbage_collection=True)
 
     def _run(self, model: torch.nn.Module, micro_batch: MicroBatch) -> torch.Tensor:
         with self.compute_loss_context_manager():
@@ -208,8 +239,14 @@ class AxolotlGRPOTrainer(GRPOTrainer):
         """Whether the logits of the completions may be held at once, on a CPU; elsewhere TRL's chunked head is best."""
         if self.aux_loss_enabled or self._entropy_bonus_enabled or self.accelerator.device.type != "cpu":
             return False
-        vocabulary = int(self.policy().config.get_text_config().vocab_size)
-        return (tokens.numel() + tokens.shape[0]) * vocabulary <= _MAX_LOGITS
+        return (tokens.numel() + tokens.shape[0]) * self._vocabulary() <= _MAX_LOGITS
+
+    def _vocabulary(self) -> int:
+        return int(self.policy().config.get_text_config().vocab_size)
+
+    def _logits(self, micro_batch: MicroBatch) -> Logits:
+        tokens = micro_batch.inputs["completion_ids"]
+        return Logits(tokens.shape[0], tokens.shape[1] + 1, self._vocabulary(), self._logits_fit(tokens))
 
     @torch.no_grad()
     def _reference_logps(self, inputs: Inputs) -> torch.Tensor:
@@ -367,9 +404,16 @@ class AxolotlGRPOTrainer(GRPOTrainer):
     def restore_finished(self, checkpoint: Path) -> None:
         """The policy and the state at the end of a run, from the checkpoint of its last step: ready to be saved."""
         self.state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+        if not self.restore_best():
+            self._load_from_checkpoint(str(checkpoint))
+
+    def restore_best(self) -> bool:
+        """Take the policy of the best checkpoint, if `load_best_model_at_end` asks for it and there is one."""
         best = self.state.best_model_checkpoint
-        is_best = self.args.load_best_model_at_end and best is not None and Path(best).is_dir()
-        self._load_from_checkpoint(str(best if is_best else checkpoint))
+        if not self.args.load_best_model_at_end or best is None or not Path(best).is_dir():
+            return False
+        self._load_from_checkpoint(best)
+        return True
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """TRL would write its README.md over a user's at every checkpoint; PEFT and transformers leave one in each."""

@@ -79,9 +79,11 @@ def compute_advantages(rewards_per_function: torch.Tensor, spec: AdvantageSpec) 
         values = _sum_then_normalize(grouped, spec.scale)
     else:
         values = _normalize_then_sum(scores, weights, is_unscorable, spec.group_size)
+    # Equal rewards may differ from their mean by a rounding, which the divisions would blow up. What is not finite
+    # elsewhere (rewards so large that their sum or square is not) stays so: the trainer skips the step and says so.
+    teaches = has_signal.repeat_interleave(spec.group_size) & ~is_unscorable
     return Advantages(
-        # Equal rewards may differ from their mean by a rounding, which the divisions would blow up.
-        values=values.nan_to_num(nan=0.0) * has_signal.repeat_interleave(spec.group_size),
+        values=torch.where(teaches, values, 0.0),
         rewards=rewards,
         has_signal=has_signal,
         is_unscorable=is_unscorable,

@@ -2,8 +2,10 @@
 
 The trainer cuts the completions of a step into micro-batches and sums their gradients. The sum equals the gradient of
 the whole step when each micro-batch's mean is weighted with its share: of the rows for losses that average over
-completions, of the tokens for `bnpo`, which averages over all tokens. `dapo`, `cispo` and `vespo` divide by the step's
-token count themselves, so that their normaliser must not shrink with the micro-batch.
+completions, of the tokens for those that average over all tokens. `dapo`, `cispo` and `vespo` divide by the step's
+token count themselves, so that their normaliser must not shrink with the micro-batch: TRL is given the micro-batch's
+part of that count. It takes a count below 1 for 1, which a share of the rows can make of a step with few tokens, and
+a share of the tokens never.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ def loss_share(loss_type: str, micro_mask: torch.Tensor, step_rows: int, step_to
         step_rows: completions of the whole step on this rank.
         step_tokens: tokens of the whole step on this rank that count in the loss.
     """
-    if loss_type == "bnpo" and step_tokens > 0:
+    if loss_type in TOKEN_LOSSES and step_tokens > 0:
         # A micro-batch without tokens has no loss; any positive share keeps its quotient 0 instead of 0/0.
         return max(float(micro_mask.sum()), 1e-9) / step_tokens
     return micro_mask.shape[0] / step_rows

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from axolotl.errors import SyncError
+from axolotl.errors import NumericError, SyncError
 
 ADAPTER = "default"
 """PEFT's name of the adapter that is trained."""
@@ -41,12 +41,13 @@ class Delivery(Protocol):
 
 
 def require_finite(tensors: Mapping[str, torch.Tensor], version: int) -> None:
-    """Weights that are not finite would generate noise for hours; they never leave the trainer."""
+    """Raise `NumericError` `E-NUM-02` for weights that are not finite: they would generate noise for hours, and never
+    leave the trainer."""
     broken = [name for name, value in tensors.items() if not _is_finite(value)]
     if broken:
-        raise SyncError(
+        raise NumericError(
             f"policy version {version} is not finite and was not pushed: {broken[0]} and {len(broken) - 1} more",
-            code="E-SYN-10",
+            code="E-NUM-02",
             why="a training step produced NaN or infinity",
             do="lower learning_rate or max_grad_norm, and resume from the newest checkpoint",
         )

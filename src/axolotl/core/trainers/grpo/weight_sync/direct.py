@@ -86,7 +86,8 @@ class DirectWeights:
         """Send all weights as they are now as `version` and return when the server serves them.
 
         Raises:
-            SyncError: the weights are not finite, or the server refused them or confirmed something else.
+            SyncError: the server refused the weights or confirmed something else.
+            NumericError: they are not finite.
         """
         if self._sender is None:
             return self._files.deliver(version)

@@ -45,7 +45,8 @@ class FullWeights:
         """Publish all weights as they are now as `version` and return when the server serves them.
 
         Raises:
-            SyncError: the weights are not finite, or the server refused them or confirmed something else.
+            SyncError: the server refused the weights or confirmed something else.
+            NumericError: they are not finite.
         """
         started = time.perf_counter()
         digest, count = publish_weights(
@@ -69,7 +70,7 @@ def publish_weights(
     """Publish `weights` as `root/v<version>`; returns the digest of the manifest and how many tensors there are.
 
     Raises:
-        SyncError: `E-SYN-10` they are not finite.
+        NumericError: `E-NUM-02` they are not finite.
     """
     count = 0
 

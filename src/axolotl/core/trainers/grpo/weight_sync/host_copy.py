@@ -36,7 +36,8 @@ class HostCopy:
             The server repeats the digest and cannot check it; the proof of sync finds tensors that arrived as others.
 
         Raises:
-            SyncError: `E-SYN-10` they are not finite, `E-SYN-01` one is not of floating-point numbers.
+            NumericError: `E-NUM-02` they are not finite.
+            SyncError: `E-SYN-01` one is not of floating-point numbers.
         """
         with self._lock:
             self._version = None

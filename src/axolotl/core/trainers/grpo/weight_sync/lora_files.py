@@ -40,8 +40,9 @@ class LoraFiles:
         """Publish the adapter as it is now as `version` and return when the server serves it.
 
         Raises:
-            SyncError: the adapter is not finite, or the server refused it, confirmed something else, or applied it to
-                fewer modules than it has.
+            SyncError: the server refused the adapter, confirmed something else, or applied it to fewer modules than it
+                has.
+            NumericError: it is not finite.
         """
         started = time.perf_counter()
         model = self._policy()

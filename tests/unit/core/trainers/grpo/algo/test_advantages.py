@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from axolotl.core.trainers.grpo.algo.advantages import STD_FLOOR, AdvantageSpec, compute_advantages
+from axolotl.core.trainers.grpo.algo.advantages import STD_FLOOR, AdvantageSpec, Scale, compute_advantages
 
 NAN = math.nan
 
@@ -69,3 +69,10 @@ def test_normalize_then_sum_gives_functions_of_different_size_the_same_say() -> 
     assert result.values.abs().max() < 1.0
     summed = compute_advantages(rewards, AdvantageSpec(2, (1.0, 1.0), scale="none"))
     assert summed.values.tolist() == pytest.approx([49.5, -49.5])
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_rewards_whose_sum_is_infinite_have_no_advantage_that_looks_like_one(scale: Scale) -> None:
+    result = compute_advantages(column(3e38, 3e38, 0, 1, 0, 0), AdvantageSpec(3, (1.0,), scale=scale))
+    assert not result.values[:3].isfinite().any()
+    assert scale == "batch" or result.values[3:].isfinite().all()

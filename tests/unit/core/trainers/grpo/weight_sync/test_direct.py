@@ -14,7 +14,7 @@ from torch import nn
 
 from axolotl.core.trainers.grpo.weight_sync.direct import DirectWeights
 from axolotl.core.trainers.grpo.weight_sync.nccl import NcclSender
-from axolotl.errors import SyncError
+from axolotl.errors import NumericError, SyncError
 from axolotl.serving.engines.protocol import EngineRejects
 from axolotl.serving.wire import AdapterResponse
 from tests.fakes.engine import FAKE_FINGERPRINT, FakeEngine
@@ -131,9 +131,9 @@ def test_weights_that_are_not_finite_are_not_sent(world: World) -> None:
     world.delivery.connect(is_required=True)
     with torch.no_grad():
         world.policy.weight[0] = torch.nan
-    with pytest.raises(SyncError) as caught:
+    with pytest.raises(NumericError) as caught:
         world.delivery.deliver(1)
-    assert caught.value.code == "E-SYN-10" and "weight" in caught.value.what
+    assert caught.value.code == "E-NUM-02" and "weight" in caught.value.what
     assert not world.receiver.started.is_set()
 
 
