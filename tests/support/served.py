@@ -95,7 +95,8 @@ def claimed(url: str, sync_dir: Path) -> Iterator[ServerClient]:
     with ServerClient(url, sync_dir, 60.0) as client:
         client.wait_ready()
         client.claim(RUN_ID, FAKE_FINGERPRINT)
-        yield client
+        with client.renewing():
+            yield client
         client.release()
 
 
