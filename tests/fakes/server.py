@@ -221,6 +221,7 @@ class _Listener(socketserver.ThreadingTCPServer):
 class _Handler(BaseHTTPRequestHandler):
     server: _Listener
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
 
     @property
     def fake(self) -> ScriptedServer:

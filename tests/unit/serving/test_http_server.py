@@ -69,6 +69,26 @@ def all_of(connection: socket.socket) -> bytes:
     return received
 
 
+def test_no_piece_of_an_answer_waits_for_the_receipt_of_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nagle's algorithm and delayed receipts cost 40 ms a request, since answers have a head and many lines."""
+    options: list[int] = []
+    made = http_server.TimedProtocol.connection_made
+
+    def noted(protocol: http_server.TimedProtocol, transport: asyncio.Transport) -> None:
+        made(protocol, transport)
+        options.append(transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+
+    async def create() -> FakeEngine:
+        return FakeEngine()
+
+    monkeypatch.setattr(http_server.TimedProtocol, "connection_made", noted)
+    with live_server(tmp_path, create) as server:
+        httpx.get(f"{server.url}/health/")
+    assert options == [1]
+
+
 @pytest.mark.parametrize("sent", [b"", b"GET /hea", b"GET /health/ HTTP/1.1\r\nhost: localhost\r\n", "body"])
 def test_a_request_that_does_not_arrive_is_408(server: LiveServer, sent: bytes | str) -> None:
     with connect(server) as connection:
