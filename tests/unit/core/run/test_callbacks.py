@@ -13,14 +13,16 @@ from pathlib import Path
 import pytest
 import torch
 from torch.optim.lr_scheduler import LRScheduler
-from transformers import TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
+from axolotl import failpoints
 from axolotl.core.run.bookkeeping import NoteWrittenFiles
 from axolotl.core.run.metrics_file import MetricsFile
 from axolotl.core.run.output_dir import OutputDir
 from axolotl.core.run.progress import Progress, format_line
 from axolotl.core.run.resumed import FollowConfig
 from axolotl.core.run.signals import StopAtBoundary, StopRequest, exit_on_sigterm
+from axolotl.core.run.step_points import StepPoints
 from axolotl.errors import Interrupted
 
 CONTROL = TrainerControl()
@@ -152,3 +154,30 @@ def test_before_training_sigterm_unwinds_the_program() -> None:
     with pytest.raises(Interrupted) as ended, exit_on_sigterm():
         os.kill(os.getpid(), signal.SIGTERM)
     assert ended.value.exit_code == 143
+
+
+@pytest.mark.parametrize("point", ["step.before_opt", "step.after_opt"])
+def test_failpoints_are_around_the_optimizer(point: str, tmp_path: Path) -> None:
+    """As a real optimizer step calls the callbacks of a trainer."""
+    layer = torch.nn.Linear(1, 1)
+    before = layer.weight.item()
+    data = [{"input": torch.ones(1)}]
+
+    class Loss(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, input: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"loss": self.layer(input).sum()}
+
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[], save_strategy="no", max_steps=1)
+    trainer = Trainer(Loss(), args, train_dataset=data, callbacks=[StepPoints()])  # type: ignore[arg-type]
+    failpoints.arm({failpoints.VARIABLE: f"{point}=raise:RuntimeError"})
+    try:
+        with pytest.raises(RuntimeError, match=failpoints.VARIABLE):
+            trainer.train()
+    finally:
+        failpoints.arm({})
+    assert (layer.weight.item() == before) == (point == "step.before_opt")
+    assert trainer.state.global_step == 0
