@@ -6,8 +6,8 @@
 #   CONSTRAINTS=/dev/null   without the exact versions of constraints/cpu.txt
 #   ARGS="-k sampler"       more arguments for pytest
 #   FUZZ="--seed 1"         arguments for make fuzz: --seed, --count
-#   CHAOS="--vllm 0"        arguments for make chaos: --transformers, --vllm (how many faults), --seed
-#   SOAK="--syncs 100"      arguments for make soak: --syncs
+#   CHAOS="--vllm 0"        arguments for make chaos: --transformers, --vllm, --trainer (how many faults), --seed
+#   SOAK="--syncs 100"      arguments for make soak: --syncs, --steps
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -110,10 +110,10 @@ docs-check: $(STAMPS)/base ## links, names and code blocks of the docs; generate
 fuzz: $(STAMPS)/base ## 5,000 requests that are almost right, to one server; the last line is the count (four minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.campaigns.fuzz $(FUZZ)
 
-soak: $(STAMPS)/base ## 500 adapter syncs under load to one server, watched from outside; the last line is the verdict
+soak: $(STAMPS)/base ## 500 syncs to one server, 2,000 steps of one run, watched from outside; the last line is the verdict
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.campaigns.soak $(SOAK)
 
-chaos: $(STAMPS)/vllm ## kill and stop a run's server 20 times, and 5 times with vLLM; the last line is the count survived
+chaos: $(STAMPS)/vllm ## kill a run's server 20 times, 5 times with vLLM, and runs 84 times; the last line is the count survived
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.campaigns.chaos $(CHAOS)
 
 check: lint types test-fast docs-check ## what a change must pass before it is pushed (pre-commit runs lint and types)

@@ -8,7 +8,7 @@ from axolotl.failpoints import point
 
 
 class StepPoints(TrainerCallback):
-    """Before it the gradients of the step are complete and clipped; after it the weights are new and not yet counted."""
+    """Before it the step's gradients are complete and clipped; after it the weights are new, and not counted yet."""
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object

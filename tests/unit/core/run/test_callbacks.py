@@ -17,7 +17,7 @@ from transformers import Trainer, TrainerControl, TrainerState, TrainingArgument
 
 from axolotl import failpoints
 from axolotl.core.run.bookkeeping import NoteWrittenFiles
-from axolotl.core.run.metrics_file import MetricsFile
+from axolotl.core.run.metrics_file import KEPT_LINES, MetricsFile
 from axolotl.core.run.output_dir import OutputDir
 from axolotl.core.run.progress import Progress, format_line
 from axolotl.core.run.resumed import FollowConfig
@@ -41,6 +41,14 @@ def test_metrics_are_json_even_when_a_value_is_not_finite(tmp_path: Path, args: 
     path = tmp_path / "metrics.jsonl"
     MetricsFile(path).on_log(args, state(3), CONTROL, logs={"loss": math.nan, "reward": 0.5})
     assert json.loads(path.read_text()) == {"step": 3, "loss": None, "reward": 0.5}
+
+
+@pytest.mark.parametrize("is_main", [True, False])
+def test_the_state_keeps_the_last_lines_only(tmp_path: Path, args: TrainingArguments, is_main: bool) -> None:
+    log_history = [{"step": float(step)} for step in range(1, KEPT_LINES + 4)]
+    long = TrainerState(global_step=9, log_history=log_history, is_world_process_zero=is_main)
+    MetricsFile(tmp_path / "metrics.jsonl").on_log(args, long, CONTROL, logs={})
+    assert [entry["step"] for entry in long.log_history] == list(range(4, KEPT_LINES + 4))
 
 
 def test_a_resumed_run_takes_back_steps_that_its_checkpoint_lacks(tmp_path: Path, args: TrainingArguments) -> None:
