@@ -9,7 +9,6 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-
 # transformers would keep every line in memory, and write all of them into every checkpoint: half a megabyte more of
 # either after each hundred steps.
 KEPT_LINES = 100
