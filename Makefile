@@ -6,8 +6,8 @@
 #   CONSTRAINTS=/dev/null   without the exact versions of constraints/cpu.txt
 #   ARGS="-k sampler"       more arguments for pytest
 #   FUZZ="--seed 1"         arguments for make fuzz: --seed, --count
-#   CHAOS="--vllm 0"        arguments for make chaos: --transformers, --vllm (how many faults), --seed
-#   SOAK="--syncs 100"      arguments for make soak: --syncs
+#   CHAOS="--vllm 0"        arguments for make chaos: --transformers, --vllm, --trainer (how many faults), --seed
+#   SOAK="--syncs 100"      arguments for make soak: --syncs, --steps
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -34,7 +34,7 @@ PYTEST := $(BIN)/python -m pytest
 # Tests with real processes mostly wait. A file stays on one process: its tests share servers and engines.
 SPREAD := -n 2 --dist loadfile
 
-.PHONY: help install install-vllm quickstart test test-fast test-integration lint format types docs docs-check fuzz soak chaos check clean bench-sync
+.PHONY: help install install-vllm quickstart test test-fast test-integration lint format types docs docs-check fuzz soak chaos check clean bench-sync bench-bookkeeping
 
 help: ## list the targets
 	@echo "usage: make TARGET"; echo
@@ -92,6 +92,9 @@ test-integration: $(STAMPS)/smollm2 $(STAMPS)/vllm ## tests that start servers a
 bench-sync: $(STAMPS)/smollm2 $(STAMPS)/vllm ## how long a push of the adapter holds training up, on both engines
 	$(BIN)/python benchmarks/sync_latency.py
 
+bench-bookkeeping: $(STAMPS)/smollm2 ## what ledger, journal and metrics take of a step; the last line is the verdict
+	$(BIN)/python benchmarks/bookkeeping.py
+
 lint: $(STAMPS)/base ## ruff: rules and formatting
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -112,10 +115,10 @@ docs-check: $(STAMPS)/base ## links, names and code blocks of the docs; generate
 fuzz: $(STAMPS)/base ## 5,000 requests that are almost right, to one server; the last line is the count (four minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.campaigns.fuzz $(FUZZ)
 
-soak: $(STAMPS)/base ## 500 adapter syncs under load to one server, watched from outside; the last line is the verdict
+soak: $(STAMPS)/base ## 500 syncs to one server, 2,000 steps of one run, watched from outside; the last line is the verdict
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.campaigns.soak $(SOAK)
 
-chaos: $(STAMPS)/vllm ## kill and stop a run's server 20 times, and 5 times with vLLM; the last line is the count survived
+chaos: $(STAMPS)/vllm ## kill a run's server 20 times, 5 times with vLLM, and runs 84 times; the last line is the count survived
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.campaigns.chaos $(CHAOS)
 
 check: lint types test-fast docs-check ## what a change must pass before it is pushed (pre-commit runs lint and types)

@@ -1,9 +1,10 @@
 """`make chaos`: a training run whose server is killed or stopped again and again, at moments drawn from a seed.
 
 A fault is survived when the run has finished another optimizer step after it. In the end the run must have finished
-all its steps, and trained on the very prompts and completions of a run that nobody disturbed. The last line counts:
+all its steps, and trained on the very prompts and completions of a run that nobody disturbed. Then training runs are
+killed themselves, by `trainer_chaos.py`. The last line counts:
 
-    survived 20 of 20 (transformers), 5 of 5 (vllm)
+    survived 20 of 20 (transformers), 5 of 5 (vllm), 84 of 84 (trainer)
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from tests.campaigns import trainer_chaos
 from tests.support.disturbed import Disturbed, assert_equal_runs, disturbed, disturbed_project
 from tests.support.tiny_model import make_tiny_model
 
@@ -130,18 +132,26 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--transformers", type=int, default=20, help="faults with the transformers engine")
     parser.add_argument("--vllm", type=int, default=5, help="faults with vLLM")
+    parser.add_argument(
+        "--trainer", type=int, default=30, help="kills of the trainer at random, besides each failpoint; 0 for neither"
+    )
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
+    print(f"seed {options.seed}", flush=True)
     wanted: list[tuple[EngineName, int]] = [("transformers", options.transformers), ("vllm", options.vllm)]
-    results: list[Result] = []
+    counts: list[tuple[str, int, int]] = []
     with tempfile.TemporaryDirectory(prefix="chaos-") as scratch:
         model = make_tiny_model(Path(scratch) / "model")
         for engine, faults in wanted:
             if faults:
                 place = Path(scratch) / engine
-                results.append(survive(engine, faults, seed=options.seed, directory=place, model=model))
-    print("survived " + ", ".join(f"{r.survived} of {r.faults} ({r.engine})" for r in results))
-    return 0 if all(r.survived == r.faults for r in results) else 1
+                result = survive(engine, faults, seed=options.seed, directory=place, model=model)
+                counts.append((engine, result.survived, result.faults))
+        if options.trainer:
+            survived = trainer_chaos.run(options.trainer, options.seed, Path(scratch) / "trainer", model)
+            counts.append(("trainer", survived.survived, survived.kills))
+    print("survived " + ", ".join(f"{survived} of {faults} ({name})" for name, survived, faults in counts))
+    return 0 if all(survived == faults for _, survived, faults in counts) else 1
 
 
 if __name__ == "__main__":

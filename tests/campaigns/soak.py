@@ -2,9 +2,9 @@
 
     python -m tests.campaigns.soak --syncs 500
 
-The slope of the memory is Theil and Sen's: the median of the slopes between all pairs of samples. A request that
-happens to be large while a sample is taken, or a single step of the allocator, moves a least-squares line but not this
-median. Samples begin when a fifth of the syncs is done: until then caches fill and thread pools reach their size.
+The slope of the memory is a median (`slope.py`): a request that happens to be large while a sample is taken, or a
+single step of the allocator, moves a least-squares line but not this one. Samples begin when a fifth of the syncs is
+done: until then caches fill and thread pools reach their size. A training run is watched as well (`trainer_soak.py`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import itertools
 import os
 import shutil
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -35,6 +34,8 @@ from axolotl.serving.manifest import write_manifest
 from axolotl.serving.server_file import read_server_file
 from axolotl.serving.supervisor import serve_command
 from axolotl.serving.wire import AdapterResponse, GenerateRequest, Sampling, ServerInfo
+from tests.campaigns import trainer_soak
+from tests.campaigns.slope import slope_per_100
 from tests.support.live_server import LiveServer
 from tests.support.tiny_model import make_random_adapter, make_tiny_model
 
@@ -73,8 +74,7 @@ class Report:
     @property
     def memory_slope(self) -> float:
         """Bytes per 100 syncs."""
-        pairs = itertools.combinations(self.samples, 2)
-        return 100 * statistics.median((b.memory - a.memory) / (b.sync - a.sync) for a, b in pairs)
+        return slope_per_100([(sample.sync, sample.memory) for sample in self.samples])
 
     def growth(self, name: str) -> int:
         """How much the last half of the samples is above the first half: by its largest value, or by its smallest for
@@ -282,14 +282,19 @@ def run_on_tiny_model(directory: Path, num_syncs: int) -> Report:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--syncs", type=int, default=500)
+    parser.add_argument("--syncs", type=int, default=500, help="of the server; 0 leaves this part out")
+    parser.add_argument("--steps", type=int, default=2_000, help="of a training run; 0 leaves this part out")
     arguments = parser.parse_args()
+    reports: list[Report | trainer_soak.Report] = []
     with tempfile.TemporaryDirectory() as directory:
-        report = run_on_tiny_model(Path(directory), arguments.syncs)
-    problems = report.problems(with_memory=True)
+        if arguments.syncs:
+            reports.append(run_on_tiny_model(Path(directory) / "server", arguments.syncs))
+        if arguments.steps:
+            reports.append(trainer_soak.run_on_tiny_model(Path(directory) / "trainer", arguments.steps))
+    problems = [problem for report in reports for problem in report.problems(with_memory=True)]
     for problem in problems:
         print(problem)
-    print(f"{'FAILED' if problems else 'passed'}: {report}")
+    print(f"{'FAILED' if problems else 'passed'}: {'; '.join(map(str, reports))}")
     return bool(problems)
 
 

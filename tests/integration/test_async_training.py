@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from axolotl.core.run.journal import read_journal, standing
+from axolotl.core.run.journal import read_journal
 from tests.support.cli import free_port, running
 from tests.support.project import make_project, metrics
 
@@ -63,33 +63,3 @@ def test_how_old_completions_are_follows_from_the_options(
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     for line, age in zip(lines, ages, strict=True):
         assert {version for group in line["groups"] for version in group["versions"]} == {line["step"] - age}
-
-
-EVERYTHING = {
-    "trl__async_prefetch": True,
-    "trl__replay_buffer_size": 8,
-    "trl__reroll_start_fraction": 0.3,
-    "trl__reroll_threshold": 1.0,
-}
-
-
-@pytest.mark.parametrize("options", [{}, EVERYTHING], ids=["in turn", "everything"])
-def test_a_killed_run_resumes_as_if_nothing_had_happened(
-    tmp_path: Path, tiny_model: Path, options: dict[str, Any]
-) -> None:
-    project(tmp_path / "whole", tiny_model, **options)
-    code, output = train(tmp_path / "whole")
-    assert code == 0, output
-    project(tmp_path / "killed", tiny_model, **options)
-    code, output = train(tmp_path / "killed", AXOLOTL_FAILPOINTS="step.after_journal=kill@5")
-    assert code == -9, output
-    code, output = train(tmp_path / "killed", "--resume")
-    assert code == 0, output
-    ours, theirs = (tmp_path / name / "out" for name in ("killed", "whole"))
-    assert story(ours) == story(theirs)
-    assert (ours / "adapter_model.safetensors").read_bytes() == (theirs / "adapter_model.safetensors").read_bytes()
-
-
-def story(directory: Path) -> list[dict[str, Any]]:
-    """Prompts, versions, completions, rewards, loss and weights of every step; not the process that served them."""
-    return [{**line, "instances": None} for line in standing(read_journal(directory / "journal.jsonl"))]

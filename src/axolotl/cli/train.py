@@ -242,6 +242,7 @@ def _build(parts: Parts, output: OutputDir) -> AxolotlGRPOTrainer:
     from axolotl.core.run.journal import JOURNAL, JournalFile
     from axolotl.core.run.metrics_file import MetricsFile
     from axolotl.core.run.progress import Progress
+    from axolotl.core.run.step_points import StepPoints
     from axolotl.core.run.step_record import step_record
 
     trainer = HFRLTrainerBuilder(parts).build()
@@ -251,6 +252,7 @@ def _build(parts: Parts, output: OutputDir) -> AxolotlGRPOTrainer:
         Progress(),
         NoteWrittenFiles(output),
         RequireBestMetric(),
+        StepPoints(),
     ):
         trainer.add_callback(callback)
     return trainer

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from pydantic import ValidationError
 
+from axolotl.failpoints import point
 from axolotl.serving.patience import Patience
 from axolotl.serving.reply import Answers, bad_reply
 from axolotl.serving.transport import Lost, refusal
@@ -42,6 +43,8 @@ def read_groups(lines: Iterator[bytes], answers: Answers, patience: Patience) ->
             case StreamStart():
                 answers.check_start(line, patience.instance_id or "")
                 is_started = True
+                if answers.request.score_ids is None:
+                    point("gen.sent")
             case StreamGroup():
                 group = answers.add(line.group)
                 patience.finished()

@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from axolotl import failpoints
 from axolotl.errors import AxolotlError, ConfigError, NumericError, ServerError, SyncError
 from axolotl.serving.client import ServerClient
 from axolotl.serving.wire import ErrorBody, Group, Health, Sampling
@@ -49,6 +50,20 @@ def test_what_the_callback_raises_passes_through(connect: Connect) -> None:
 
     with pytest.raises(KeyError, match="0"):
         connect().generate(request_for(), callback)
+
+
+def test_a_failpoint_is_behind_a_request_to_generate_and_not_one_to_score(
+    server: ScriptedServer, connect: Connect
+) -> None:
+    failpoints.arm({failpoints.VARIABLE: "gen.sent=raise:RuntimeError"})
+    client = connect()
+    try:
+        client.score([[1, 2]], [[3, 4]], 1.0, 0)
+        with pytest.raises(RuntimeError, match=failpoints.VARIABLE):
+            client.generate(request_for())
+    finally:
+        failpoints.arm({})
+    assert len(server.bodies("/generate/")) == 2, "the server had it already"
 
 
 @pytest.mark.parametrize("kind", ["stall", "die"])

@@ -13,14 +13,16 @@ from pathlib import Path
 import pytest
 import torch
 from torch.optim.lr_scheduler import LRScheduler
-from transformers import TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
+from axolotl import failpoints
 from axolotl.core.run.bookkeeping import NoteWrittenFiles
-from axolotl.core.run.metrics_file import MetricsFile
+from axolotl.core.run.metrics_file import KEPT_LINES, MetricsFile
 from axolotl.core.run.output_dir import OutputDir
 from axolotl.core.run.progress import Progress, format_line
 from axolotl.core.run.resumed import FollowConfig
 from axolotl.core.run.signals import StopAtBoundary, StopRequest, exit_on_sigterm
+from axolotl.core.run.step_points import StepPoints
 from axolotl.errors import Interrupted
 
 CONTROL = TrainerControl()
@@ -39,6 +41,14 @@ def test_metrics_are_json_even_when_a_value_is_not_finite(tmp_path: Path, args: 
     path = tmp_path / "metrics.jsonl"
     MetricsFile(path).on_log(args, state(3), CONTROL, logs={"loss": math.nan, "reward": 0.5})
     assert json.loads(path.read_text()) == {"step": 3, "loss": None, "reward": 0.5}
+
+
+@pytest.mark.parametrize("is_main", [True, False])
+def test_the_state_keeps_the_last_lines_only(tmp_path: Path, args: TrainingArguments, is_main: bool) -> None:
+    log_history = [{"step": float(step)} for step in range(1, KEPT_LINES + 4)]
+    long = TrainerState(global_step=9, log_history=log_history, is_world_process_zero=is_main)
+    MetricsFile(tmp_path / "metrics.jsonl").on_log(args, long, CONTROL, logs={})
+    assert [entry["step"] for entry in long.log_history] == list(range(4, KEPT_LINES + 4))
 
 
 def test_a_resumed_run_takes_back_steps_that_its_checkpoint_lacks(tmp_path: Path, args: TrainingArguments) -> None:
@@ -152,3 +162,30 @@ def test_before_training_sigterm_unwinds_the_program() -> None:
     with pytest.raises(Interrupted) as ended, exit_on_sigterm():
         os.kill(os.getpid(), signal.SIGTERM)
     assert ended.value.exit_code == 143
+
+
+@pytest.mark.parametrize("point", ["step.before_opt", "step.after_opt"])
+def test_failpoints_are_around_the_optimizer(point: str, tmp_path: Path) -> None:
+    """As a real optimizer step calls the callbacks of a trainer."""
+    layer = torch.nn.Linear(1, 1)
+    before = layer.weight.item()
+    data = [{"input": torch.ones(1)}]
+
+    class Loss(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, input: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"loss": self.layer(input).sum()}
+
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[], save_strategy="no", max_steps=1)
+    trainer = Trainer(Loss(), args, train_dataset=data, callbacks=[StepPoints()])  # type: ignore[arg-type]
+    failpoints.arm({failpoints.VARIABLE: f"{point}=raise:RuntimeError"})
+    try:
+        with pytest.raises(RuntimeError, match=failpoints.VARIABLE):
+            trainer.train()
+    finally:
+        failpoints.arm({})
+    assert (layer.weight.item() == before) == (point == "step.before_opt")
+    assert trainer.state.global_step == 0

@@ -102,7 +102,8 @@ class RolloutPipeline:
     def open(self, step: int) -> OpenStep:
         """Bring the generator up to date, order what later steps need, and begin optimizer step `step` (from 0)."""
         started = time.perf_counter()
-        metrics: dict[str, float] = {}
+        # Before the step asks for anything: what is ready now, it need not wait for.
+        metrics = dict(self.producer.metrics)
         began = False
         if is_due(step, self.sync.version, self.spec.sync_interval):
             self._make_way()

@@ -43,6 +43,11 @@ class DataProducer(Protocol):
         """Orders whose groups have not been asked for, the oldest first."""
         ...
 
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """How it is doing now, under the names that are logged."""
+        ...
+
     def place(self, order: Order) -> None:
         """Take an order. Returns at once."""
         ...

@@ -48,7 +48,9 @@ def pipeline(produced: RolloutBatch) -> RolloutPipeline:
     order = Order(NEWEST - 1, 0, NEWEST, tuple(Slot(row) for row in range(produced.num_completions)))
     parts: Any = {
         "planner": SimpleNamespace(num_steps=NEWEST, reroll=None),
-        "producer": SimpleNamespace(depth=0, placed=(order,), groups=lambda: iter(enumerate(produced.groups))),
+        "producer": SimpleNamespace(
+            depth=0, placed=(order,), groups=lambda: iter(enumerate(produced.groups)), metrics={}
+        ),
         "scorer": SimpleNamespace(score=score),
         "collate": lambda groups: produced,
         "sync": SimpleNamespace(version=NEWEST, metrics={}, keeps_versions=True),

@@ -8,6 +8,7 @@ from contextlib import closing
 
 from axolotl.core.trainers.grpo.types import Completion, CompletionGroup, PromptRow
 from axolotl.errors import ServerError
+from axolotl.failpoints import point
 from axolotl.serving import wire
 from axolotl.serving.client import ServerClient
 from axolotl.serving.logprobs import policy_logprobs
@@ -40,6 +41,8 @@ class ServerBackend:
             for group in finished:
                 _require_known(group, self._client.instances)
                 yield group.index, CompletionGroup(rows[group.index], _completions(group, version, is_cut=is_cut))
+                point("gen.partial")
+        point("gen.received")
 
     def close(self) -> None:
         """The client is closed by whoever made it."""

@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -80,6 +80,13 @@ class BackgroundProducer:
     def num_ready(self) -> int:
         """Orders that are made and wait."""
         return sum(made.is_done.is_set() for made in self._made)
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """Nothing when all is made in turn: then the thread is idle while training is not."""
+        if not self.depth:
+            return {}
+        return {"producer/ready": float(self.num_ready), "producer/heartbeat_age_s": self.heartbeat_age}
 
     def place(self, order: Order) -> None:
         assert len(self._made) <= self.depth, "an order is taken before another one is placed"

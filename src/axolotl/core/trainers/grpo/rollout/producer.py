@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from axolotl.core.trainers.grpo.rollout.making import GroupMaker
 from axolotl.core.trainers.grpo.types import CompletionGroup, Order
@@ -13,6 +13,7 @@ class SyncProducer:
     """The synchronous `DataProducer`: nothing is made before it is wanted, so nothing is ever stale."""
 
     depth = 0
+    metrics: Mapping[str, float] = {}
 
     def __init__(self, maker: GroupMaker) -> None:
         self._maker = maker

@@ -4,6 +4,7 @@ from typing import Any, cast
 
 import pytest
 
+from axolotl import failpoints
 from axolotl.core.trainers.grpo.generation.server import ServerBackend
 from axolotl.core.trainers.grpo.types import CompletionGroup, PromptRow
 from axolotl.errors import ServerError
@@ -83,3 +84,23 @@ def test_the_kept_mass_is_put_back_and_what_is_unknown_stays_unknown() -> None:
 )
 def test_filters_without_a_kept_mass_are_marked(sampling: dict[str, Any], is_renormalised: bool) -> None:
     assert only(generate(**sampling)).is_renormalised == is_renormalised
+
+
+@pytest.mark.parametrize(("point", "num_groups"), [("gen.partial", 1), ("gen.received", 3)])
+def test_failpoints_are_behind_each_group_and_behind_all(point: str, num_groups: int) -> None:
+    finished: list[CompletionGroup] = []
+
+    def take() -> None:
+        for _, group in ServerBackend(client).generate(ROWS, [[1], [2], [3]], Sampling(max_tokens=1), 4):
+            finished.append(group)
+
+    client = cast(Any, SimpleNamespace(stream=lambda request: (group for group in groups), instances=frozenset({"i1"})))
+    item = Completion(ids=[7], logprobs=[-1.0], finish_reason="stop")
+    groups = [Group(index=number, completions=[item], instance_id="i1") for number in range(3)]
+    failpoints.arm({failpoints.VARIABLE: f"{point}=raise:RuntimeError"})
+    try:
+        with pytest.raises(RuntimeError, match=failpoints.VARIABLE):
+            take()
+    finally:
+        failpoints.arm({})
+    assert len(finished) == num_groups

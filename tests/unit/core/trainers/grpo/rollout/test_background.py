@@ -65,6 +65,22 @@ def producer(maker: Maker, depth: int) -> Iterator[BackgroundProducer]:
         made.close()
 
 
+def test_what_is_ready_and_when_the_thread_was_last_heard_of_can_be_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(background.time, "monotonic", lambda: now)
+    maker = Maker(is_free=True)
+    with producer(maker, 1) as made:
+        now = 103.0
+        assert made.metrics == {"producer/ready": 0.0, "producer/heartbeat_age_s": 3.0}
+        made.place(order(0))
+        made.drain()
+        assert made.metrics == {"producer/ready": 1.0, "producer/heartbeat_age_s": 0.0}
+        now = 110.0
+        assert made.metrics == {"producer/ready": 1.0, "producer/heartbeat_age_s": 7.0}
+        assert len(list(made.groups())) == 2 and made.metrics["producer/ready"] == 0.0
+    assert BackgroundProducer(maker.make, depth=0).metrics == {}
+
+
 def test_groups_are_handed_out_while_the_rest_is_made() -> None:
     maker = Maker()
     with producer(maker, 0) as made:
