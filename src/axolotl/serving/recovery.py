@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
@@ -62,7 +62,11 @@ class _Pause:
 
 
 class Recovery:
-    """Decides what follows a `Lost`. `again` may be called from any thread; one of them recovers, the others wait."""
+    """Decides what follows a `Lost`. `again` may be called from any thread; one of them recovers, the others wait.
+
+    The lock is held by whoever recovers, and by whoever is `undisturbed`. A thread that recovers is the owner; until it
+    is done the others ask the server nothing, which has lost its claim or some of its versions.
+    """
 
     def __init__(
         self, transport: Transport, holding: Holding, timeout_s: float, ticker: Ticker, say: Say, keeper: Keeper | None
@@ -73,7 +77,7 @@ class Recovery:
         self._ticker = ticker
         self._say = say
         self._keeper = keeper
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._owner: int | None = None
 
     def patience(self, doing: str) -> Patience:
@@ -83,11 +87,30 @@ class Recovery:
         """`call`, made again until it is answered. Raises its own errors, and as `again`."""
         patience = self.patience(doing)
         while True:
-            patience.instance_id = self._holding.instance_id
+            self.begin(patience)
             try:
                 return self._watched(call, patience)
             except Lost as lost:
                 self.again(lost, patience)
+
+    def begin(self, patience: Patience) -> None:
+        """Before each try: return when no other thread recovers."""
+        while True:
+            # In this order: after a recovery that begins later the answer comes from another instance, and is no answer.
+            patience.instance_id = self._holding.instance_id
+            if self._owner in (None, threading.get_ident()):
+                return
+            self._ticker.sleep(LOCK_POLL_S)
+
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """No other thread recovers while the block runs: what several calls change together is not put back halfway.
+        Waits for one that recovers now, whose deadline ends that wait. A call in the block that is lost recovers."""
+        self._acquire()
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     def served(self, patience: Patience) -> None:
         if self._keeper is not None and patience.instance_id is not None and not patience.is_nested:
@@ -114,9 +137,9 @@ class Recovery:
                 raise lost.refusal or self._too_long(None, lost, patience)
             self._ticker.sleep(patience.next_interval())
             return
-        while not self._lock.acquire(timeout=LOCK_POLL_S):
-            # Another thread recovers, which may take minutes; this one can be interrupted here.
-            self._ticker.sleep(0.0)
+        if self._acquire():
+            # What the other thread needed was not this call's time.
+            patience.extend()
         try:
             if self._holding.instance_id != patience.instance_id:
                 return  # another thread was here first
@@ -127,6 +150,15 @@ class Recovery:
                 self._owner = None
         finally:
             self._lock.release()
+
+    def _acquire(self) -> bool:
+        """Take the lock, at once or after another thread; whether it was the latter, which may take minutes and can be
+        interrupted."""
+        has_waited = False
+        while not self._lock.acquire(timeout=LOCK_POLL_S):
+            has_waited = True
+            self._ticker.sleep(0.0)
+        return has_waited
 
     def _watched(self, call: Callable[[Patience], T], patience: Patience) -> T:
         try:
