@@ -96,7 +96,7 @@ class Recovery:
     def begin(self, patience: Patience) -> None:
         """Before each try: return when no other thread recovers."""
         while True:
-            # In this order: after a recovery that begins later the answer comes from another instance, and is no answer.
+            # In this order: after a recovery that begins later another instance answers, which is no answer.
             patience.instance_id = self._holding.instance_id
             if self._owner in (None, threading.get_ident()):
                 return
