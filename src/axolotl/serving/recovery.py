@@ -7,8 +7,8 @@
                                else: E-SRV-04 (nobody there) or E-SRV-05 (there, without progress)
 
 The deadline is `timeout_s` after the last contact; only progress moves it: a finished group, or tokens. A server that
-says that it is loading has as long as it goes on saying so, unless it begins again and again. Tokens alone do not help
-for ever: what fails `MAX_FRUITLESS` times in a row without a finished group is given up.
+says that it is loading has as long as a first start (`LOADING_S`), unless it begins again and again. Tokens alone do
+not help for ever: what fails `MAX_FRUITLESS` times in a row without a finished group is given up.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from axolotl.errors import AxolotlError, ServerError
-from axolotl.serving.handshake import REPORT_INTERVAL_S, Say, Ticker, Unready, poll
+from axolotl.serving.handshake import REPORT_INTERVAL_S, Say, Ticker, Unready, loading_limit, poll
 from axolotl.serving.holding import Holding
 from axolotl.serving.patience import Patience
 from axolotl.serving.transport import Lost, Transport
@@ -52,13 +52,15 @@ class Keeper(Protocol):
 @dataclass
 class _Pause:
     """suspect: the instance that is to be killed when managed. loading: those that were seen to load. was_away: it was
-    seen not to be ready."""
+    seen not to be ready. said: which instance loads, in its own words, and since when it says that."""
 
     began: float
     next_report: float
     suspect: str
     loading: set[str | None] = field(default_factory=set)
     was_away: bool = False
+    said: tuple[str | None, str] = (None, "")
+    said_at: float = 0.0
 
 
 class Recovery:
@@ -173,8 +175,7 @@ class Recovery:
         instance = self._holding.instance_id or ""
         pause = _Pause(now, now + REPORT_INTERVAL_S, instance)
         self._say(
-            f"pause ({patience.doing}): the server at {self._transport.url} {lost.reason}; "
-            f"waiting up to {patience.timeout_s if lost.is_hung else patience.left():.0f} s"
+            f"pause ({patience.doing}): the server at {self._transport.url} {lost.reason}; {self._plan(lost, patience)}"
         )
         while True:
             self._revive(lost, patience, pause)
@@ -190,6 +191,13 @@ class Recovery:
         if not pause.was_away and not was_forgotten:
             # It was there all the time: do not ask too often.
             self._ticker.sleep(patience.next_interval())
+
+    def _plan(self, lost: Lost, patience: Patience) -> str:
+        """What is done about it, in words."""
+        if lost.is_hung:
+            return "giving it up" if self._keeper is None else "it is killed and started again"
+        left = patience.left()
+        return f"waiting up to {left:.0f} s" if left >= 1 else "asking it once more"
 
     def _revive(self, lost: Lost, patience: Patience, pause: _Pause) -> None:
         if self._keeper is not None:
@@ -219,6 +227,10 @@ class Recovery:
         """That is contact, for as long as a first start may take. Who starts it again and again has no progress."""
         pause.suspect = problem.instance_id or pause.suspect
         pause.loading.add(problem.instance_id)
+        if pause.said != (problem.instance_id, problem.why):
+            pause.said, pause.said_at = (problem.instance_id, problem.why), self._ticker.clock()
+        if self._ticker.clock() - pause.said_at >= loading_limit(self._timeout_s):
+            return
         if self._keeper is not None or len(pause.loading) <= MAX_STARTS:
             patience.heard()
             patience.extend()

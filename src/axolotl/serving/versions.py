@@ -80,7 +80,7 @@ class PolicyVersions:
             why = "the weights of the model are being replaced"
         else:
             why = f"this server holds {self.loaded_versions or 'no pushed version'}, current version {self.current}"
-        raise Refusal(409, "E-SRV-13", f"policy version {version} is not held", why=why, do="push it again")
+        raise Refusal(409, "E-SRV-13", f"policy version {version} is not held", why=why, do="ask for one that it holds")
 
     @contextmanager
     def use(self, version: int) -> Iterator[None]:

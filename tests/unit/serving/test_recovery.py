@@ -420,6 +420,38 @@ def test_a_server_that_begins_to_load_again_and_again_is_lost(server: ScriptedSe
     assert 10 <= now[0] < 30
 
 
+@pytest.mark.parametrize("is_managed", [False, True])
+def test_a_server_that_loads_for_ever_in_the_same_words_is_lost(
+    is_managed: bool, server: ScriptedServer, connect: Connect
+) -> None:
+    now = [0.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += 100 * seconds
+
+    client = connect(10.0, keeper=FakeKeeper() if is_managed else None, clock=lambda: now[0], sleep=sleep)
+    server.faults = [Fault("restart")]
+    server.health = ["loading"] * 10_000
+    with pytest.raises(ServerError, match="is lost") as problem:
+        client.generate(request_for())
+    assert problem.value.code == "E-SRV-04" and "is loading: weights" in problem.value.why
+    assert 3600 <= now[0] < 4500
+
+
+@pytest.mark.parametrize("is_managed", [False, True])
+def test_a_pause_says_what_is_done_about_a_hung_server(
+    is_managed: bool, server: ScriptedServer, connect: Connect
+) -> None:
+    said: list[str] = []
+    keeper = FakeKeeper(lambda instance_id, is_hung: server.restart()) if is_managed else None
+    client = connect(SHORT_S, keeper=keeper, say=said.append)
+    server.faults = [Fault("stall", after=1)]
+    with nullcontext() if is_managed else pytest.raises(ServerError, match="makes no progress"):
+        client.generate(request_for())
+    assert "waiting up to" not in said[0]
+    assert said[0].endswith("it is killed and started again" if is_managed else "giving it up")
+
+
 def test_the_end_of_the_keepers_patience_is_the_end(server: ScriptedServer, connect: Connect) -> None:
     def spent(instance_id: str, is_hung: bool) -> None:
         raise ServerError("restarts used up", code="E-SRV-24")
