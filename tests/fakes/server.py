@@ -170,6 +170,7 @@ class ScriptedServer:
             weight_transports=["files"],
             max_model_len=64,
             max_lora_rank=None,
+            max_versions=3,
             adapter_version=self.current,
             loaded_versions=sorted(self.loaded),
             run_id=self.run_id,

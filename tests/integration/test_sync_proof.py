@@ -153,6 +153,19 @@ def test_the_kept_mass_makes_the_ratio_one(
         assert error.count("the mean importance ratio is 0.") == 1
 
 
+def test_a_server_that_would_drop_versions_too_early_is_refused_before_the_model_is_loaded(
+    serve: Serve, trainers: Trainers, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prefetch = ["--trl.use_data_producer", "true", "--trl.async_prefetch", "true", "--trl.prefetch_depth"]
+    with serve(max_held=4) as server:
+        assert train(server, *prefetch, "3") == 7
+        error = capsys.readouterr().err
+        assert "E-SYN-09" in error and "needs 5 adapter versions" in error and "the server holds 4" in error
+        assert "set trl.prefetch_depth to 2" in error
+        assert trainers == []
+        assert train(server, *prefetch, "2", "--max_steps", "1") == 0
+
+
 # Half precision
 
 

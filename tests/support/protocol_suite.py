@@ -176,6 +176,7 @@ class ProtocolSuite:
         assert (info.server, info.protocol) == ("axolotl", PROTOCOL_VERSION)
         assert info.fingerprint == subject.fingerprint
         assert info.max_model_len == subject.max_model_len
+        assert info.max_versions == 3
 
     # Generation
 

@@ -23,6 +23,7 @@ INFO = ServerInfo(
     dtype="float32",
     max_model_len=64,
     max_lora_rank=None,
+    max_versions=3,
     adapter_version=0,
     loaded_versions=[],
     run_id=None,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -38,6 +39,7 @@ class World(nn.Module):
         self.served = {0: BASE}
         self.info = SimpleNamespace(instance_id="instance-1")
         self.calls: list[str] = []
+        self.is_undisturbed = False
         self.arrives: Callable[[int, float], float] = lambda version, value: value
         self.draws_with: Callable[[int], float] = lambda version: self.served[version]
         self.on_recovered: Callable[[], None] | None = None
@@ -65,11 +67,19 @@ class World(nn.Module):
     # The delivery
 
     def deliver(self, version: int) -> Delivered:
+        assert self.is_undisturbed, "another thread may send the canary meanwhile"
         self.calls.append(f"deliver {version}")
         self._take(version, self.weight.item())
         return Delivered(save_s=0.25, load_s=0.5, digest=str(self.weight.item()))
 
     # The client
+
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        assert not self.is_undisturbed
+        self.is_undisturbed = True
+        yield
+        self.is_undisturbed = False
 
     def set_adapter(self, version: int, digest: str) -> None:
         self.calls.append(f"set {version}")

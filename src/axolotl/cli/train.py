@@ -22,7 +22,7 @@ from axolotl.errors import Interrupted, ServerError, SyncError
 from axolotl.serving.client import ServerClient
 from axolotl.serving.link import ServerLink
 from axolotl.utils.schemas.config import AxolotlConfig
-from axolotl.utils.schemas.plan import server_url, sync_dir, uses_server
+from axolotl.utils.schemas.plan import server_url, sync_dir, uses_server, versions_alive
 
 if TYPE_CHECKING:
     from axolotl.core.run.output_dir import OutputDir
@@ -216,6 +216,7 @@ def _connect(
     failpoints.point("srv.handshake")
     stack.enter_context(client.renewing())
     _check_rank(config, info.max_lora_rank)
+    _check_versions(config, info.max_versions)
     _say(f"generating with the {info.engine} engine at {client.url} ({info.dtype}, instance {info.instance_id})")
     return ServerLink(client, sync_dir(config) / "adapters" / run_id)
 
@@ -232,6 +233,18 @@ def _check_rank(config: AxolotlConfig, limit: int | None) -> None:
             code="E-SYN-03",
             why="the server was started with another config",
             do="restart axolotl vllm-serve with this config",
+        )
+
+
+def _check_versions(config: AxolotlConfig, limit: int) -> None:
+    """A server that holds fewer would drop, in mid-run, a version that completions are still ordered of."""
+    needed = versions_alive(config)
+    if config.trl.vllm_lora_sync and needed > limit:
+        raise SyncError(
+            f"this run needs {needed} adapter versions on the server at once, and the server holds {limit}",
+            code="E-SYN-09",
+            why=f"trl.prefetch_depth is {config.trl.prefetch_depth} here; the server was started with a smaller one",
+            do=f"restart axolotl vllm-serve with this config, or set trl.prefetch_depth to {limit - 2}",
         )
 
 

@@ -298,6 +298,7 @@ def _server_info(state: ServerState, serving: Serving) -> ServerInfo:
         weight_ranks=list(engine.receiver.ranks) if engine.receiver is not None else [],
         max_model_len=engine.max_model_len,
         max_lora_rank=engine.max_lora_rank,
+        max_versions=serving.versions.max_held,
         adapter_version=serving.versions.current,
         loaded_versions=serving.versions.loaded_versions,
         run_id=serving.session.run_id,

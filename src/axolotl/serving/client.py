@@ -18,7 +18,7 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -286,6 +286,11 @@ class ServerClient:
         self._holding.publish = publish
         return WeightLink(self._transport.another(), self._holding, self._timeout_s, self._say)
 
+    def undisturbed(self) -> AbstractContextManager[None]:
+        """A block of calls that belong together: it begins when no other thread puts back what a restarted server has
+        lost, and none does while it runs."""
+        return self._recovery.undisturbed()
+
     def claim_again(self) -> None:
         """Have the server drop whatever this run has pushed, when it is not known how far a push got."""
         claimed = self._holding.claimed
@@ -325,7 +330,7 @@ class ServerClient:
         self._check_lease()
         patience = self._recovery.patience("generate")
         while not answers.is_complete:
-            patience.instance_id = self._holding.instance_id
+            self._recovery.begin(patience)
             try:
                 yield from self._attempt(answers, patience)
             except Lost as lost:

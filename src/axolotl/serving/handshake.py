@@ -18,6 +18,9 @@ INFO_TIMEOUT_S = 120.0
 POLL_INTERVAL_S = 2.0
 FIRST_POLL_INTERVAL_S = 0.1
 REPORT_INTERVAL_S = 30.0
+LOADING_S = 3600.0
+"""How long a server may say that it loads in the same words, unless the timeout is longer. Large models from slow disks
+take that long, and whoever waits is told; a server that hangs while it loads has to end the wait all the same."""
 MIN_POLL_TIMEOUT_S = 0.2
 START_HINT = "start it: axolotl vllm-serve config.yaml"
 
@@ -69,12 +72,13 @@ def poll(transport: Transport, timeout_s: float = CONNECT_TIMEOUT_S) -> Unready 
 def wait_ready(transport: Transport, timeout_s: float, ticker: Ticker, say: Say, check: Callable[[], None]) -> None:
     """Return once the server can generate. Arguments and errors as `ServerClient.wait_ready`.
 
-    timeout_s: counts from the last time that a server of ours said that it loads. It may load for as long as it says
-    so: how long that takes is a matter of model, disk and network, and whoever waits is told what it does.
+    timeout_s: counts from the last time that a server of ours said that it loads. How long that takes is a matter of
+    model, disk and network, and whoever waits is told what it does; but see `LOADING_S`.
     """
     if not is_loopback(transport.url) and transport.url.startswith("http:"):
         say(f"warning: the token travels unencrypted to {transport.url}; an SSH tunnel would hide it")
-    next_report = started = heard_at = ticker.clock()
+    next_report = started = heard_at = said_at = ticker.clock()
+    said = ""
     interval = FIRST_POLL_INTERVAL_S
     while (problem := poll(transport)) is not None:
         check()
@@ -88,6 +92,10 @@ def wait_ready(transport: Transport, timeout_s: float, ticker: Ticker, say: Say,
         now = ticker.clock()
         is_loading = problem.state == "loading"
         heard_at = now if is_loading else heard_at
+        if problem.why != said:
+            said, said_at = problem.why, now
+        if is_loading and now - said_at >= loading_limit(timeout_s):
+            raise _loads_for_ever(transport.url, problem, now - said_at)
         left = heard_at + timeout_s - now
         if left <= 0:
             raise _not_ready(transport.url, problem, timeout_s)
@@ -97,6 +105,11 @@ def wait_ready(transport: Transport, timeout_s: float, ticker: Ticker, say: Say,
             next_report = now + REPORT_INTERVAL_S
         ticker.sleep(min(interval, left))
         interval = min(POLL_INTERVAL_S, 2 * interval)
+
+
+def loading_limit(timeout_s: float) -> float:
+    """Seconds that a server may say in the same words that it loads."""
+    return max(timeout_s, LOADING_S)
 
 
 def ask_info(transport: Transport, timeout_s: float = INFO_TIMEOUT_S) -> ServerInfo:
@@ -143,6 +156,15 @@ def _not_ready(url: str, problem: Unready, timeout_s: float) -> ServerError:
         code="E-SRV-01",
         why="trl.vllm_server_timeout is over",
         do=START_HINT,
+    )
+
+
+def _loads_for_ever(url: str, problem: Unready, seconds: float) -> ServerError:
+    return ServerError(
+        f"the server at {url} is still loading ({problem.why})",
+        code="E-SRV-01",
+        why=f"it has said the same for {seconds:.0f} s",
+        do="see its own output; where it does need longer, raise trl.vllm_server_timeout above that",
     )
 
 

@@ -61,6 +61,7 @@ class Holding:
         self.instances: frozenset[str] = frozenset()
         self.claimed: SessionRequest | None = None
         self.pushed: tuple[Pushed, ...] = ()
+        self._coming_back: tuple[Pushed, ...] = ()
         self._has_dropped = False
         self.publish: Callable[[int], str] | None = None
         self.on_claimed_again: Callable[[], None] | None = None
@@ -123,7 +124,7 @@ class Holding:
         patience.counted(progress.instance_id, progress.work)
 
     def holds(self, version: int) -> bool:
-        return any(item.version == version for item in self.pushed)
+        return any(item.version == version for item in (*self.pushed, *self._coming_back))
 
     def explain(self, error: AxolotlError, version: int | None = None) -> Exception:
         """The error itself, or `Lost` when it says that the server has forgotten this run.
@@ -176,12 +177,12 @@ class Holding:
 
     def _before_versions(self) -> None:
         """What the hook pushes is its own affair, and gives way to the versions that come back after it."""
-        pushed, self.pushed = self.pushed, ()
+        self._coming_back, self.pushed = self.pushed, ()
         try:
             if self.on_claimed_again is not None:
                 self.on_claimed_again()
         finally:
-            self.pushed = pushed
+            self.pushed, self._coming_back = self._coming_back, ()
 
     def _remembers(self, before: ServerInfo | None, now: ServerInfo, claimed: SessionRequest) -> bool:
         is_same = before is not None and before.instance_id == now.instance_id and now.run_id == claimed.run_id

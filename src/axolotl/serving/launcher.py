@@ -2,6 +2,7 @@
 
     parent's thread ends ─SIGCONT─► this process ─SIGTERM─► COMMAND ... 5 s ... ─SIGKILL─► everything in the group
     this process ends ────────────────────────────SIGKILL─► COMMAND
+    the group is stopped meanwhile:  a process outside of it ... 5 s ... ─SIGKILL─► everything in the group
 
 The first signal comes from the kernel when the *thread* of the parent that started this process ends, however it ends.
 It is SIGCONT because that one reaches a stopped process too, which then goes on; a SIGTERM would wait for ever.
@@ -15,6 +16,7 @@ import ctypes
 import os
 import signal
 import sys
+import time
 
 PR_SET_PDEATHSIG = 1
 GRACE_S = 5
@@ -54,6 +56,8 @@ def _watch(child: int, parent: int) -> int:
         if ended:
             return status
         is_orphan = os.getppid() != parent
+        if is_orphan and not is_ending:
+            _kill_group_from_outside()
         # A SIGCONT of anybody else only lets a stopped group go on; the kernel's has the parent as its sender.
         if number == signal.SIGTERM or (number == signal.SIGCONT and sender == parent) or (is_orphan and not is_ending):
             os.kill(child, signal.SIGTERM)
@@ -89,6 +93,25 @@ def _become(command: list[str]) -> None:
 
 def _kill_group() -> None:
     os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+def _kill_group_from_outside() -> None:
+    """Kill it after the grace period also when the group is stopped meanwhile, this process and its alarm with it.
+
+    By a process in a group of its own, from its first moment on. It ends with this one, so that the group it kills is
+    this one and none that has its number later.
+    """
+    group, own = os.getpgrp(), os.getpid()
+    outside = os.fork()
+    if outside != 0:
+        os.setpgid(outside, outside)
+        return
+    os.setpgid(0, 0)
+    _end_with(own, signal.SIGKILL)
+    time.sleep(GRACE_S)
+    if os.getppid() == own:
+        os.killpg(group, signal.SIGKILL)
+    os._exit(0)
 
 
 def _end_as(status: int) -> None:

@@ -42,6 +42,10 @@ MAX_HEADER_BYTES: dict[Kind, int] = {"adapter": 1 << 20, "weights": 16 << 20}
 """Of a safetensors file: the part that is parsed. An entry takes about 150 bytes, a large model has 100,000 tensors."""
 _WEIGHTS_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}\.safetensors")
 _CHUNK = 1 << 20
+_NOT_OURS = (
+    "see that trainer and server see the same vllm.sync_dir and that nothing else writes to it, "
+    "then rerun train with --resume"
+)
 
 
 @dataclass(frozen=True)
@@ -252,7 +256,7 @@ def _listed(names: set[str]) -> str:
 
 
 def _mismatch(why: str) -> SyncError:
-    return SyncError("the version does not match its manifest", code="E-SYN-02", why=why, do="push it again")
+    return SyncError("the version does not match its manifest", code="E-SYN-02", why=why, do=_NOT_OURS)
 
 
 def _unsafe(why: str) -> SyncError:

@@ -7,21 +7,21 @@
                                else: E-SRV-04 (nobody there) or E-SRV-05 (there, without progress)
 
 The deadline is `timeout_s` after the last contact; only progress moves it: a finished group, or tokens. A server that
-says that it is loading has as long as it goes on saying so, unless it begins again and again. Tokens alone do not help
-for ever: what fails `MAX_FRUITLESS` times in a row without a finished group is given up.
+says that it is loading has as long as a first start (`LOADING_S`), unless it begins again and again. Tokens alone do
+not help for ever: what fails `MAX_FRUITLESS` times in a row without a finished group is given up.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from axolotl.errors import AxolotlError, ServerError
-from axolotl.serving.handshake import REPORT_INTERVAL_S, Say, Ticker, Unready, poll
+from axolotl.serving.handshake import REPORT_INTERVAL_S, Say, Ticker, Unready, loading_limit, poll
 from axolotl.serving.holding import Holding
 from axolotl.serving.patience import Patience
 from axolotl.serving.transport import Lost, Transport
@@ -52,17 +52,23 @@ class Keeper(Protocol):
 @dataclass
 class _Pause:
     """suspect: the instance that is to be killed when managed. loading: those that were seen to load. was_away: it was
-    seen not to be ready."""
+    seen not to be ready. said: which instance loads, in its own words, and since when it says that."""
 
     began: float
     next_report: float
     suspect: str
     loading: set[str | None] = field(default_factory=set)
     was_away: bool = False
+    said: tuple[str | None, str] = (None, "")
+    said_at: float = 0.0
 
 
 class Recovery:
-    """Decides what follows a `Lost`. `again` may be called from any thread; one of them recovers, the others wait."""
+    """Decides what follows a `Lost`. `again` may be called from any thread; one of them recovers, the others wait.
+
+    The lock is held by whoever recovers, and by whoever is `undisturbed`. A thread that recovers is the owner; until it
+    is done the others ask the server nothing, which has lost its claim or some of its versions.
+    """
 
     def __init__(
         self, transport: Transport, holding: Holding, timeout_s: float, ticker: Ticker, say: Say, keeper: Keeper | None
@@ -73,7 +79,7 @@ class Recovery:
         self._ticker = ticker
         self._say = say
         self._keeper = keeper
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._owner: int | None = None
 
     def patience(self, doing: str) -> Patience:
@@ -83,11 +89,30 @@ class Recovery:
         """`call`, made again until it is answered. Raises its own errors, and as `again`."""
         patience = self.patience(doing)
         while True:
-            patience.instance_id = self._holding.instance_id
+            self.begin(patience)
             try:
                 return self._watched(call, patience)
             except Lost as lost:
                 self.again(lost, patience)
+
+    def begin(self, patience: Patience) -> None:
+        """Before each try: return when no other thread recovers."""
+        while True:
+            # In this order: after a recovery that begins later another instance answers, which is no answer.
+            patience.instance_id = self._holding.instance_id
+            if self._owner in (None, threading.get_ident()):
+                return
+            self._ticker.sleep(LOCK_POLL_S)
+
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """No other thread recovers while the block runs: what several calls change together is not put back halfway.
+        Waits for one that recovers now, whose deadline ends that wait. A call in the block that is lost recovers."""
+        self._acquire()
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     def served(self, patience: Patience) -> None:
         if self._keeper is not None and patience.instance_id is not None and not patience.is_nested:
@@ -114,9 +139,9 @@ class Recovery:
                 raise lost.refusal or self._too_long(None, lost, patience)
             self._ticker.sleep(patience.next_interval())
             return
-        while not self._lock.acquire(timeout=LOCK_POLL_S):
-            # Another thread recovers, which may take minutes; this one can be interrupted here.
-            self._ticker.sleep(0.0)
+        if self._acquire():
+            # What the other thread needed was not this call's time.
+            patience.extend()
         try:
             if self._holding.instance_id != patience.instance_id:
                 return  # another thread was here first
@@ -127,6 +152,15 @@ class Recovery:
                 self._owner = None
         finally:
             self._lock.release()
+
+    def _acquire(self) -> bool:
+        """Take the lock, at once or after another thread; whether it was the latter, which may take minutes and can be
+        interrupted."""
+        has_waited = False
+        while not self._lock.acquire(timeout=LOCK_POLL_S):
+            has_waited = True
+            self._ticker.sleep(0.0)
+        return has_waited
 
     def _watched(self, call: Callable[[Patience], T], patience: Patience) -> T:
         try:
@@ -141,8 +175,7 @@ class Recovery:
         instance = self._holding.instance_id or ""
         pause = _Pause(now, now + REPORT_INTERVAL_S, instance)
         self._say(
-            f"pause ({patience.doing}): the server at {self._transport.url} {lost.reason}; "
-            f"waiting up to {patience.timeout_s if lost.is_hung else patience.left():.0f} s"
+            f"pause ({patience.doing}): the server at {self._transport.url} {lost.reason}; {self._plan(lost, patience)}"
         )
         while True:
             self._revive(lost, patience, pause)
@@ -158,6 +191,13 @@ class Recovery:
         if not pause.was_away and not was_forgotten:
             # It was there all the time: do not ask too often.
             self._ticker.sleep(patience.next_interval())
+
+    def _plan(self, lost: Lost, patience: Patience) -> str:
+        """What is done about it, in words."""
+        if lost.is_hung:
+            return "giving it up" if self._keeper is None else "it is killed and started again"
+        left = patience.left()
+        return f"waiting up to {left:.0f} s" if left >= 1 else "asking it once more"
 
     def _revive(self, lost: Lost, patience: Patience, pause: _Pause) -> None:
         if self._keeper is not None:
@@ -187,6 +227,10 @@ class Recovery:
         """That is contact, for as long as a first start may take. Who starts it again and again has no progress."""
         pause.suspect = problem.instance_id or pause.suspect
         pause.loading.add(problem.instance_id)
+        if pause.said != (problem.instance_id, problem.why):
+            pause.said, pause.said_at = (problem.instance_id, problem.why), self._ticker.clock()
+        if self._ticker.clock() - pause.said_at >= loading_limit(self._timeout_s):
+            return
         if self._keeper is not None or len(pause.loading) <= MAX_STARTS:
             patience.heard()
             patience.extend()

@@ -52,7 +52,7 @@ class PolicyVersions:
         self._engine = engine
         self._sync_dir = sync_dir
         self._instance_id = instance_id
-        self._max_held = max_held
+        self.max_held = max_held
         self._lock = asyncio.Lock()
         self._freed = asyncio.Event()
         self._held: dict[int, Held] = {}
@@ -80,7 +80,7 @@ class PolicyVersions:
             why = "the weights of the model are being replaced"
         else:
             why = f"this server holds {self.loaded_versions or 'no pushed version'}, current version {self.current}"
-        raise Refusal(409, "E-SRV-13", f"policy version {version} is not held", why=why, do="push it again")
+        raise Refusal(409, "E-SRV-13", f"policy version {version} is not held", why=why, do="ask for one that it holds")
 
     @contextmanager
     def use(self, version: int) -> Iterator[None]:
@@ -91,7 +91,7 @@ class PolicyVersions:
             yield
         finally:
             self._in_flight[version] -= 1
-            self._drop_unused(self._kept(max(2, self._max_held - 1)))
+            self._drop_unused(self._kept(max(2, self.max_held - 1)))
             self._freed.set()
 
     async def set_adapter(self, run_id: str, version: int, manifest_sha256: str) -> AdapterResponse:
@@ -104,7 +104,7 @@ class PolicyVersions:
                 self._recent.remove(version)
             self._recent.append(version)
             self.current = version
-            self._drop_unused(self._kept(max(2, self._max_held - 1)))
+            self._drop_unused(self._kept(max(2, self.max_held - 1)))
             await self._settled()
             return self.response()
 
@@ -247,18 +247,18 @@ class PolicyVersions:
         """Leave room for one more adapter: the oldest ones go first, then wait for requests in flight."""
         try:
             async with asyncio.timeout(ROOM_TIMEOUT_S):
-                while len(self._held) >= self._max_held:
+                while len(self._held) >= self.max_held:
                     self._freed.clear()
-                    self._drop_unused(self._kept(self._max_held - 1))
+                    self._drop_unused(self._kept(self.max_held - 1))
                     await self._settled()
-                    if len(self._held) >= self._max_held:
+                    if len(self._held) >= self.max_held:
                         await self._freed.wait()
         except TimeoutError as error:
             raise Refusal(
                 503,
                 "E-SYN-08",
                 "no room for another adapter version",
-                why=f"requests in flight still use {self.loaded_versions}, and the engine holds {self._max_held}",
+                why=f"requests in flight still use {self.loaded_versions}, and the engine holds {self.max_held}",
             ) from error
 
     def _kept(self, count: int) -> set[int]:

@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter
 
 from axolotl.serving.bounds import PlainDict
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 INSTANCE_HEADER = "x-axolotl-instance"
 """Response header: the instance id of the process that answered, errors included."""
 
@@ -63,7 +63,8 @@ class ServerInfo(Body):
     """`GET /server_info/`.
 
     device: `cpu`, `cuda`, ... weight_transports: how full weights may arrive, besides adapters. weight_ranks: with
-    `nccl` the GPUs (their uuids) that receive them, one a worker.
+    `nccl` the GPUs (their uuids) that receive them, one a worker. max_versions: of adapters, that it holds at once, the
+    one being loaded included.
     """
 
     server: Literal["axolotl"]
@@ -78,6 +79,7 @@ class ServerInfo(Body):
     weight_ranks: list[str] = Field(default_factory=list)
     max_model_len: int
     max_lora_rank: int | None
+    max_versions: int
     adapter_version: int
     loaded_versions: list[int]
     run_id: str | None

@@ -16,10 +16,12 @@ from axolotl.scripts.serve_settings import (
     choose_engine,
     cpu_cache_bytes,
     engine_settings,
+    max_adapters,
     resolve_model,
     without_effect,
 )
 from axolotl.utils.schemas.config import AxolotlConfig
+from axolotl.utils.schemas.plan import versions_alive
 
 CPU = EngineChoice("transformers", "", "cpu")
 GIB = 1 << 30
@@ -88,6 +90,18 @@ def test_every_option_reaches_the_engine(model: Path) -> None:
 def test_adapters_that_arrive_merged_need_no_room_in_the_engine(model: Path) -> None:
     config = make(model, adapter="lora", lora_r=24, trl={"use_vllm": True, "vllm_lora_sync": False})
     assert engine_settings(config, CPU, model.parent).max_lora_rank == 0
+
+
+@pytest.mark.parametrize("depth", [None, 1, 2, 5])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_server_holds_the_versions_that_a_run_of_its_own_config_needs(
+    depth: int | None, is_async: bool, model: Path
+) -> None:
+    trl: dict[str, Any] = {"use_vllm": True, "vllm_lora_sync": True, "async_prefetch": is_async}
+    config = make(model, adapter="lora", trl=trl if depth is None else {**trl, "prefetch_depth": depth})
+    # Of every step between the order and its training, the version of the next one, and the one being loaded.
+    assert versions_alive(config) == (depth or 1) + 2 if is_async else 2
+    assert max_adapters(config) >= versions_alive(config)
 
 
 def test_what_is_unset_comes_from_the_model_and_the_device(model: Path) -> None:

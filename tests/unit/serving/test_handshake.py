@@ -76,6 +76,29 @@ def test_a_server_may_load_for_as_long_as_it_says_so(clock: Clock, tmp_path: Pat
     assert len(said) > 30 and "still loading: weights), for 121 s so far" in said[4]
 
 
+@pytest.mark.parametrize(("timeout_s", "limit"), [(60, 3600), (7200, 7200)])
+def test_a_server_that_loads_for_ever_in_the_same_words_is_given_up(
+    timeout_s: float, limit: float, clock: Clock, tmp_path: Path
+) -> None:
+    with pytest.raises(ServerError, match=r"is still loading \(weights\)") as problem:
+        make(loads_until(1e9, clock), clock, tmp_path, timeout_s=timeout_s).wait_ready()
+    assert problem.value.code == "E-SRV-01" and "it has said the same for" in problem.value.why
+    assert "trl.vllm_server_timeout" in problem.value.do
+    assert limit <= clock.now < limit + 3
+
+
+def test_a_server_that_says_something_new_goes_on_loading(clock: Clock, tmp_path: Path) -> None:
+    def script(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/server_info/":
+            return answer(INFO)
+        if clock.now > 10_000:
+            return answer(Health(status="ok", phase="ready"))
+        return answer(Health(status="loading", phase=f"part {clock.now // 3000:.0f}"), 503)
+
+    assert make(script, clock, tmp_path).wait_ready() == INFO
+    assert clock.now > 10_000
+
+
 def test_the_timeout_counts_from_the_last_time_that_it_said_so(clock: Clock, tmp_path: Path) -> None:
     with pytest.raises(ServerError, match="connection refused") as problem:
         make(loads_until(500, clock), clock, tmp_path, timeout_s=60).wait_ready()

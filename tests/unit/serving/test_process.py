@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -45,6 +46,12 @@ started = start_group([sys.executable, "-S", "-c", "import os, time; print(os.ge
 print(started.pid, flush=True)
 time.sleep(600)
 """
+
+
+# The same with a server that only notes SIGTERM.
+DEAF = RUNNER.replace(
+    "print(os.getpid()", "import signal; signal.signal(15, lambda *_: print('told', flush=True)); print(os.getpid()"
+)
 
 
 def is_running(pid: int) -> bool:
@@ -139,6 +146,22 @@ def test_nothing_outlives_a_parent_that_is_killed(tmp_path: Path, stopped: str) 
     runner.kill()
     runner.communicate()
     wait_until(lambda: not is_running(server) and not is_running(launcher), "both gone", seconds=10)
+
+
+def test_a_group_that_is_stopped_while_it_has_time_to_close_is_killed_all_the_same(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    runner = subprocess.Popen([sys.executable, "-c", DEAF, str(log)], stdout=subprocess.PIPE, text=True)
+    assert runner.stdout is not None
+    launcher = int(runner.stdout.readline())
+    wait_until(lambda: log.read_text().strip(), "the server")
+    server = int(log.read_text())
+    runner.kill()
+    runner.communicate()
+    wait_until(lambda: "told" in log.read_text(), "SIGTERM")
+    outside = psutil.Process(launcher).children()
+    os.killpg(launcher, signal.SIGSTOP)
+    wait_until(lambda: not is_running(server) and not is_running(launcher), "both gone", seconds=10)
+    wait_until(lambda: not any(is_running(process.pid) for process in outside), "what killed them", seconds=5)
 
 
 def test_a_group_that_was_stopped_goes_on_when_it_is_told_to(tmp_path: Path) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import pytest
 
@@ -418,6 +420,38 @@ def test_a_server_that_begins_to_load_again_and_again_is_lost(server: ScriptedSe
     assert 10 <= now[0] < 30
 
 
+@pytest.mark.parametrize("is_managed", [False, True])
+def test_a_server_that_loads_for_ever_in_the_same_words_is_lost(
+    is_managed: bool, server: ScriptedServer, connect: Connect
+) -> None:
+    now = [0.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += 100 * seconds
+
+    client = connect(10.0, keeper=FakeKeeper() if is_managed else None, clock=lambda: now[0], sleep=sleep)
+    server.faults = [Fault("restart")]
+    server.health = ["loading"] * 10_000
+    with pytest.raises(ServerError, match="is lost") as problem:
+        client.generate(request_for())
+    assert problem.value.code == "E-SRV-04" and "is loading: weights" in problem.value.why
+    assert 3600 <= now[0] < 4500
+
+
+@pytest.mark.parametrize("is_managed", [False, True])
+def test_a_pause_says_what_is_done_about_a_hung_server(
+    is_managed: bool, server: ScriptedServer, connect: Connect
+) -> None:
+    said: list[str] = []
+    keeper = FakeKeeper(lambda instance_id, is_hung: server.restart()) if is_managed else None
+    client = connect(SHORT_S, keeper=keeper, say=said.append)
+    server.faults = [Fault("stall", after=1)]
+    with nullcontext() if is_managed else pytest.raises(ServerError, match="makes no progress"):
+        client.generate(request_for())
+    assert "waiting up to" not in said[0]
+    assert said[0].endswith("it is killed and started again" if is_managed else "giving it up")
+
+
 def test_the_end_of_the_keepers_patience_is_the_end(server: ScriptedServer, connect: Connect) -> None:
     def spent(instance_id: str, is_hung: bool) -> None:
         raise ServerError("restarts used up", code="E-SRV-24")
@@ -462,6 +496,85 @@ def test_weights_that_no_engine_can_load_are_tried_on_two(server: ScriptedServer
     server.push_refusals = [broken, broken, broken]
     with pytest.raises(ServerError, match="the reload failed"):
         client.set_weights(2, DIGESTS[2])
+
+
+# Several threads
+
+
+@pytest.mark.parametrize("is_block", [False, True], ids=["a push", "a block of calls"])
+def test_while_a_thread_recovers_the_others_ask_nothing(
+    is_block: bool, server: ScriptedServer, connect: Connect
+) -> None:
+    """A push would be answered, and then lost among the versions that are put back."""
+    recovers, main_waits = threading.Event(), threading.Event()
+
+    def sleep(seconds: float) -> None:
+        if threading.current_thread() is threading.main_thread():
+            main_waits.set()
+
+    def claimed_again() -> None:
+        recovers.set()
+        assert main_waits.wait(10)
+
+    client = connect(sleep=sleep)
+    client.on_claimed_again = claimed_again
+    client.claim("r", FAKE_FINGERPRINT)
+    client.set_adapter(1, DIGESTS[1])
+    server.faults = [Fault("restart")]
+    request = request_for(version=1)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(client.generate, request)
+        assert recovers.wait(10)
+        with client.undisturbed() if is_block else nullcontext():
+            assert client.set_adapter(2, DIGESTS[2]).loaded_versions == [1, 2]
+        assert answer.result(10) == expected(request, "instance-2")
+    pushed = [body["version"] for body in server.bodies("/set_lora_adapter/")]
+    assert pushed == [1, 1, 2] and server.current == 2
+
+
+def test_no_other_thread_recovers_in_the_middle_of_a_block(server: ScriptedServer, connect: Connect) -> None:
+    waits = threading.Event()
+
+    def sleep(seconds: float) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            waits.set()
+
+    recovered_by: list[str] = []
+    client = connect(sleep=sleep)
+    client.on_claimed_again = lambda: recovered_by.append(threading.current_thread().name)
+    client.claim("r", FAKE_FINGERPRINT)
+    client.set_adapter(1, DIGESTS[1])
+    request = request_for(version=1)
+    with ThreadPoolExecutor(1) as pool:
+        with client.undisturbed():
+            server.faults = [Fault("restart")]
+            answer = pool.submit(client.generate, request)
+            assert waits.wait(10)
+            assert recovered_by == []
+            assert client.set_adapter(2, DIGESTS[2]).loaded_versions == [1, 2]
+        assert answer.result(10) == expected(request, "instance-2")
+    assert recovered_by == [threading.main_thread().name]
+
+
+def test_the_time_that_another_thread_took_is_not_the_calls_own(server: ScriptedServer, connect: Connect) -> None:
+    """A block of calls may take longer than the timeout, and the server was well all the time."""
+    now, waits, release = [0.0], threading.Event(), threading.Event()
+
+    def sleep(seconds: float) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            waits.set()
+            assert release.wait(10)
+
+    client = connect(60.0, clock=lambda: now[0], sleep=sleep)
+    request = request_for()
+    server.faults = [Fault("cut", after=1)]
+    with ThreadPoolExecutor(1) as pool:
+        with client.undisturbed():
+            answer = pool.submit(client.generate, request)
+            assert waits.wait(10)
+            now[0] += 1000
+        release.set()
+        assert answer.result(10) == expected(request)
 
 
 # Many faults, many threads

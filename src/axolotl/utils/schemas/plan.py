@@ -64,6 +64,13 @@ def staleness(config: AxolotlConfig) -> int:
     return (trl.prefetch_depth if trl.async_prefetch else 0) + trl.vllm_sync_interval - 1
 
 
+def versions_alive(config: AxolotlConfig) -> int:
+    """Adapter versions that a server has to hold at once: the one being loaded, and all that completions may still be
+    ordered of."""
+    assert config.trl.prefetch_depth is not None, "resolve() fills prefetch_depth"
+    return (config.trl.prefetch_depth if config.trl.async_prefetch else 0) + 2
+
+
 def server_url(config: AxolotlConfig) -> str:
     """Where the trainer finds the server."""
     assert config.trl.vllm_server_host is not None, "resolve() fills vllm_server_host"

@@ -83,10 +83,12 @@ class ProvenSync:
         """
         self._unsettled = None
         self._metrics = {}
-        if not self._canary.is_proven:
-            with self._timed("sync/canary"):
-                self._prove_path()
-        delivered = self._delivery.deliver(version)
+        # A recovery sends the canary as well, and what was pushed before: neither may change under it.
+        with self._client.undisturbed():
+            if not self._canary.is_proven:
+                with self._timed("sync/canary"):
+                    self._prove_path()
+            delivered = self._delivery.deliver(version)
         self._metrics |= {"sync/save": delivered.save_s, "sync/load": delivered.load_s, "sync/check": 0.0}
         self._unsettled = self._version
         self._version = version
