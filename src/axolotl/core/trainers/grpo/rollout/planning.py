@@ -30,7 +30,7 @@ class Planner:
 
 @dataclass(frozen=True)
 class Reroll:
-    """max_groups: prompts tried again in a rollout, over all ranks. threshold: weighted reward of a failure, or less."""
+    """max_groups: prompts tried again in a rollout, over all ranks. threshold: the weighted reward of a failure."""
 
     queue: RerollQueue
     max_groups: int
