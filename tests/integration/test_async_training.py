@@ -49,8 +49,9 @@ def train(directory: Path, *flags: str, **environment: str) -> tuple[int, str]:
             | {"lora_r": None, "lora_alpha": None, "lora_target_linear": None},
             [0, 1, 1, 1, 1, 1],
         ),
+        ({"trl__async_prefetch": True, "trl__num_iterations": 2}, [0, 1, 2, 3, 2, 3]),
     ],
-    ids=["depth 3", "interval 2", "streaming", "full weights"],
+    ids=["depth 3", "interval 2", "streaming", "full weights", "two iterations"],
 )
 def test_how_old_completions_are_follows_from_the_options(
     tmp_path: Path, tiny_model: Path, options: dict[str, Any], ages: list[int]
@@ -73,7 +74,11 @@ EVERYTHING = {
 }
 
 
-@pytest.mark.parametrize("options", [{}, EVERYTHING], ids=["in turn", "everything"])
+# Rollouts of three steps: the run is killed in the middle of the second, and goes on from its checkpoint of step 4.
+ITERATIONS = {**EVERYTHING, "trl__num_iterations": 3, "trl__streaming_partial_batch": True}
+
+
+@pytest.mark.parametrize("options", [{}, EVERYTHING, ITERATIONS], ids=["in turn", "everything", "three iterations"])
 def test_a_killed_run_resumes_as_if_nothing_had_happened(
     tmp_path: Path, tiny_model: Path, options: dict[str, Any]
 ) -> None:
