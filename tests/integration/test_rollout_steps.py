@@ -149,6 +149,27 @@ def test_replay_and_reroll_act_once_a_rollout(tmp_path: Path, tiny_model: Path) 
     assert totals.ordered == 2 * 3 * GROUP_SIZE and totals.replayed == GROUP_SIZE
 
 
+@pytest.mark.parametrize(
+    ("span", "forwards"),
+    # Two micro-batches a step, in two rollouts; each slice but the first is run once more beforehand.
+    [(Span(1, 1), [2, 2]), (Span(1, 2), [2, 2, 2, 2]), (Span(3, 1), [6, 2, 2, 6, 2, 2])],
+)
+def test_old_log_probs_cost_a_forward_pass_only_where_training_does_not_give_them(
+    tmp_path: Path, tiny_model: Path, span: Span, forwards: list[int]
+) -> None:
+    trainer = make_trainer(tmp_path, tiny_model, record(eos=2), span=span)
+    steps: list[int] = []
+    run = trainer._run_forward
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        steps.append(trainer.state.global_step)
+        return run(*args, **kwargs)
+
+    trainer._run_forward = counting  # type: ignore[method-assign]
+    trainer.train()
+    assert [steps.count(step) for step in range(len(forwards))] == forwards
+
+
 @pytest.fixture
 def project(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
@@ -186,3 +207,25 @@ def test_a_run_that_resumes_in_the_middle_of_a_rollout_ends_as_if_nothing_had_ha
         for place in ("from-6", "from-3")
     ]
     assert books[0] == books[1]
+
+
+def test_a_run_that_ends_within_a_rollout_says_so_and_counts_what_it_trained(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rollouts of two steps and an evaluation after each step: the third step is the first of a rollout. Going on from
+    there trains its completions again, and counts none of them twice."""
+    flags = ["--trl.generation_batch_size", "1", "--save_strategy", "steps", "--save_steps", "1"]
+    flags += ["--val_set_size", "0.25", "--eval_strategy", "steps", "--eval_steps", "1"]
+    assert main(["train", "config.yaml", *flags, "--max_steps", "3"]) == 0
+    assert "max_steps 3 ends in the middle of a rollout" in capsys.readouterr().err
+    assert counted(project / "out") == [0, 4, 4]
+    assert main(["train", "config.yaml", *flags, "--max_steps", "4", "--resume"]) == 0
+    assert "ends in the middle" not in capsys.readouterr().err
+    assert counted(project / "out") == [0, 4, 4, 0]
+    assert [entry["staleness/max"] for entry in metrics(project / "out")] == [0, 1, 0, 1]
+
+
+def counted(directory: Path) -> list[float]:
+    """Completions that the ledger put into any class, by step."""
+    steps = metrics(directory)
+    return [sum(value for name, value in step.items() if name.startswith("ledger/")) for step in steps]
