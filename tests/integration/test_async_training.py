@@ -49,8 +49,9 @@ def train(directory: Path, *flags: str, **environment: str) -> tuple[int, str]:
             | {"lora_r": None, "lora_alpha": None, "lora_target_linear": None},
             [0, 1, 1, 1, 1, 1],
         ),
+        ({"trl__async_prefetch": True, "trl__num_iterations": 2}, [0, 1, 2, 3, 2, 3]),
     ],
-    ids=["depth 3", "interval 2", "streaming", "full weights"],
+    ids=["depth 3", "interval 2", "streaming", "full weights", "two iterations"],
 )
 def test_how_old_completions_are_follows_from_the_options(
     tmp_path: Path, tiny_model: Path, options: dict[str, Any], ages: list[int]

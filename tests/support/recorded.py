@@ -29,6 +29,7 @@ from axolotl.core.trainers.grpo.rollout.planning import Planner, Reroll
 from axolotl.core.trainers.grpo.rollout.producer import SyncProducer
 from axolotl.core.trainers.grpo.sampler import GroupSampler
 from axolotl.core.trainers.grpo.scoring import Scorer
+from axolotl.core.trainers.grpo.span import ONE_STEP
 from axolotl.core.trainers.grpo.specs import StepSpec
 from axolotl.core.trainers.grpo.trainer import AxolotlGRPOTrainer
 from axolotl.core.trainers.grpo.types import Completion, CompletionGroup, PromptRow, RewardRequest, RewardResult
@@ -212,7 +213,8 @@ def our_trainer(
         **kwargs,
     )
     rows = [PromptRow(i, prompt, tuple(tokenizer(prompt)["input_ids"]), {"row": i}) for i, prompt in enumerate(PROMPTS)]
-    sampler = GroupSampler(len(rows), prompts_per_step, shuffle=False)
+    span = (step or {}).get("span", ONE_STEP)
+    sampler = GroupSampler(len(rows), prompts_per_step, shuffle=False, span=span)
     maker = GroupMaker(rows, RecordedBackend(recording), Sampling(n=GROUP_SIZE, max_tokens=MAX_COMPLETION), run_seed=0)
     spec = AdvantageSpec(
         GROUP_SIZE,
@@ -229,6 +231,7 @@ def our_trainer(
         sync=InProcessSync(trainer.policy),
         accelerator=trainer.accelerator,
         replay=replay(spec) if replay is not None else None,
+        rows=rows,
     )
     trainer.attach(pipeline, sampler, importance=importance)
     return trainer

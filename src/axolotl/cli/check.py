@@ -41,6 +41,8 @@ def summary(config: AxolotlConfig) -> list[str]:
     lines = [f"model    {config.base_model}, {_what_is_trained(config)}", f"batch    {_batch(config)}"]
     if config.trl.generation_batch_size is not None:
         lines.append(f"         {_generation_batch(config)}")
+    if batch_plan(config).num_iterations > 1:
+        lines.append(f"         {_iterations(config)}")
     lines.append(f"prompts  {_prompts(config)}")
     if uses_server(config):
         start = "started by train" if config.vllm.managed else "start it with axolotl vllm-serve"
@@ -68,15 +70,27 @@ def _batch(config: AxolotlConfig) -> str:
 
 
 def _generation_batch(config: AxolotlConfig) -> str:
-    """`generation_batch_size` counts prompts here and completions in TRL, which asks for whole micro-batches."""
+    """`generation_batch_size` counts prompts here and completions in TRL, which asks for whole micro-batches. The rules
+    ask for whole steps, which is more."""
     prompts, group, micro = config.trl.generation_batch_size, config.trl.num_generations, config.micro_batch_size
     assert prompts is not None and group is not None
-    completions = prompts * group
-    divisible = "a multiple" if completions % micro == 0 else "no multiple"
+    completions, slices = prompts * group, batch_plan(config).slices_per_rollout
     return (
         f"generation_batch_size {prompts} prompt{'s' if prompts > 1 else ''} x num_generations {group} = "
-        f"{completions} completions, {divisible} of micro_batch_size {micro}"
+        f"{completions} completions, a multiple of micro_batch_size {micro}, for {_steps(slices)}"
     )
+
+
+def _iterations(config: AxolotlConfig) -> str:
+    plan = batch_plan(config)
+    return (
+        f"num_iterations {plan.num_iterations} x {_steps(plan.slices_per_rollout)} = "
+        f"{_steps(plan.steps_per_rollout)} between one generation and the next"
+    )
+
+
+def _steps(count: int) -> str:
+    return f"{count} optimizer step{'s' if count > 1 else ''}"
 
 
 def _prompts(config: AxolotlConfig) -> str:

@@ -92,20 +92,21 @@ def test_what_a_run_goes_on_from(trained, config_file, arguments, line, resume):
 
 
 def test_a_value_that_is_not_available_yet_stops_train(trained, config_file, capsys):
-    assert main(["train", str(config_file(MINIMAL)), "--trl.num_iterations", "2"]) == 2
+    assert main(["train", str(config_file(MINIMAL)), "--trl.reward_num_workers", "2"]) == 2
     err = capsys.readouterr().err.splitlines()
-    assert err[0] == "not available yet: trl.num_iterations: 2 (set 1)"
+    assert err[0] == "not available yet: trl.reward_num_workers: 2 (set 1: rewards run in the trainer)"
     assert err[1].startswith("ERROR E-CFG-10")
     assert trained == []
 
 
 def test_a_dry_run_prints_the_config_as_it_would_run(trained, config_file, capsys):
-    assert main(["train", str(config_file(MINIMAL)), "--dry-run", "--trl.num_iterations", "2"]) == 0
+    assert main(["train", str(config_file(MINIMAL)), "--dry-run", "--trl.reward_num_workers", "2"]) == 0
     captured = capsys.readouterr()
     resolved = yaml.safe_load(captured.out)
-    assert resolved["trl"]["num_iterations"] == 2
+    assert resolved["trl"]["reward_num_workers"] == 2
     assert resolved["trl"]["loss_type"] == "dapo"
-    assert captured.err == "warning: not available yet: trl.num_iterations: 2 (set 1)\n"
+    assert captured.err.startswith("warning: not available yet: trl.reward_num_workers: 2 (set 1")
+    assert captured.err.count("\n") == 1
     assert trained == []
 
 
@@ -175,7 +176,8 @@ def test_mistakes_show_no_traceback(config_file, capsys):
 
 def test_check_says_what_the_config_comes_to(config_file, capsys):
     text = MINIMAL + "gc_steps: 1\nvllm: {port: 9000, max_model_len: 600}\n"
-    arguments = ["--trl.use_vllm", "--adapter", "lora", "--trl.vllm_lora_sync", "--trl.generation_batch_size", "1"]
+    arguments = ["--trl.use_vllm", "--adapter", "lora", "--trl.vllm_lora_sync", "--trl.generation_batch_size", "2"]
+    arguments += ["--trl.num_iterations", "3"]
     assert main(["check", str(config_file(text)), *arguments]) == 0
     out = capsys.readouterr().out
     assert "warning: c.yaml:8 gc_steps: has no effect here" in out
@@ -183,7 +185,10 @@ def test_check_says_what_the_config_comes_to(config_file, capsys):
         "micro_batch_size 8 x gradient_accumulation_steps 1 = 8 completions a step = 1 prompt x num_generations 8"
         in out
     )
-    assert "generation_batch_size 1 prompt x num_generations 8 = 8 completions, a multiple of micro_batch_size 8" in out
+    assert (
+        "generation_batch_size 2 prompts x num_generations 8 = 16 completions, a multiple of micro_batch_size 8" in out
+    )
+    assert "num_iterations 3 x 2 optimizer steps = 6 optimizer steps between one generation and the next" in out
     assert "at most 88 tokens: sequence_len 512; vllm.max_model_len 600 - max_completion_length 512 = 88" in out
     assert "http://127.0.0.1:9000" in out
     assert out.endswith("c.yaml: ok\n")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from axolotl.core.run.journal import StepRecord, group_records, weights_digest
-from axolotl.core.trainers.grpo.pipeline import Part
+from axolotl.core.trainers.grpo.open_rollout.parts import Part
 from axolotl.core.trainers.grpo.rollout.replay import rewards_of
 
 if TYPE_CHECKING:

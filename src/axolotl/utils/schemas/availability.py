@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from axolotl.utils.schemas.config import AxolotlConfig
-from axolotl.utils.schemas.rules import groups_have_two, steps_hold_whole_groups
 from axolotl.utils.schemas.scalars import Plain, show
 
 Command = Literal["train", "vllm-serve"]
@@ -38,22 +37,6 @@ def _set(value: Any, _: AxolotlConfig) -> bool:
     return bool(value)
 
 
-def _above(limit: float) -> Callable[[Any, AxolotlConfig], bool]:
-    return lambda value, _: value > limit
-
-
-def _below(limit: float) -> Callable[[Any, AxolotlConfig], bool]:
-    return lambda value, _: value < limit
-
-
-def _several_steps(value: int | None, config: AxolotlConfig) -> bool:
-    if value is None or groups_have_two(config) or steps_hold_whole_groups(config):
-        return False
-    group = config.trl.num_generations
-    assert group is not None
-    return value * group != config.micro_batch_size * config.gradient_accumulation_steps
-
-
 def _another_group_size(value: int | None, config: AxolotlConfig) -> bool:
     return value not in (None, config.trl.num_generations)
 
@@ -68,8 +51,6 @@ TRAINING: tuple[Row, ...] = (
     Row("trl.reward_num_workers", lambda value, _: value > 1, "set 1: rewards run in the trainer"),
     Row("trl.reward_funcs", _has_reward_model, "name reward functions as module.function; reward models come later"),
     Row("trl.rollout_func", _set, "leave it out"),
-    Row("trl.num_iterations", _above(1), "set 1"),
-    Row("trl.generation_batch_size", _several_steps, "leave it out: the prompts of one optimizer step"),
     Row("trl.num_generations_eval", _another_group_size, "leave it out: evaluation uses num_generations"),
     Row("trl.use_liger_loss", _set, "set false: log-probs are computed in chunks already"),
     Row("lora_model_dir", _set, "leave it out: a run starts with a fresh adapter"),

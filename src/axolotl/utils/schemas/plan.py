@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +15,8 @@ class BatchPlan:
     """One optimizer step of one process.
 
     micro_batch_size: completions in one forward. num_micro_batches: forwards in a step. completions_per_step:
-    their product. prompts_per_step: whole groups of `num_generations` in it.
+    their product. prompts_per_step: whole groups of `num_generations` in it. slices_per_rollout: optimizer steps that
+    one pass over the completions of one generation takes. num_iterations: passes.
 
     Example: micro_batch_size 2 and 4 micro-batches are 8 completions, which is one prompt of 8 generations.
     """
@@ -24,6 +26,12 @@ class BatchPlan:
     num_micro_batches: int
     completions_per_step: int
     prompts_per_step: int
+    slices_per_rollout: int = 1
+    num_iterations: int = 1
+
+    @property
+    def steps_per_rollout(self) -> int:
+        return self.slices_per_rollout * self.num_iterations
 
 
 def batch_plan(config: AxolotlConfig) -> BatchPlan:
@@ -38,7 +46,23 @@ def batch_plan(config: AxolotlConfig) -> BatchPlan:
         num_micro_batches=config.gradient_accumulation_steps,
         completions_per_step=completions,
         prompts_per_step=completions // group,
+        slices_per_rollout=slices_per_rollout(config),
+        num_iterations=config.trl.num_iterations or 1,
     )
+
+
+def slices_per_rollout(config: AxolotlConfig) -> int:
+    """Optimizer steps that one pass over the completions of one generation takes; rounded down where the rules refuse
+    the config."""
+    prompts, group = config.trl.generation_batch_size, config.trl.num_generations
+    if prompts is None or group is None:
+        return 1
+    return max(1, prompts * group // (config.micro_batch_size * config.gradient_accumulation_steps))
+
+
+def steps_per_rollout(config: AxolotlConfig) -> int:
+    """Optimizer steps between one generation and the next."""
+    return slices_per_rollout(config) * (config.trl.num_iterations or 1)
 
 
 def prompt_limit(config: AxolotlConfig) -> int:
@@ -56,12 +80,18 @@ def uses_server(config: AxolotlConfig) -> bool:
 
 
 def staleness(config: AxolotlConfig) -> int:
-    """The most optimizer steps between the policy that makes a completion and the one that is trained on it."""
-    trl = config.trl
+    """The most optimizer steps between the policy that makes a completion and the one that is trained on it.
+
+    The last step that trains on a rollout is `steps_per_rollout - 1` behind the first, which is behind by
+    `prefetch_depth` rollouts, and by those for which the server was sent nothing: weights are sent when one begins.
+    """
+    trl, steps = config.trl, steps_per_rollout(config)
     assert trl.prefetch_depth is not None and trl.vllm_sync_interval is not None, "resolve() fills them"
     if not uses_server(config):
-        return 0
-    return (trl.prefetch_depth if trl.async_prefetch else 0) + trl.vllm_sync_interval - 1
+        return steps - 1
+    depth = trl.prefetch_depth if trl.async_prefetch else 0
+    not_sent = math.ceil(trl.vllm_sync_interval / steps) - 1
+    return (depth + not_sent) * steps + steps - 1
 
 
 def versions_alive(config: AxolotlConfig) -> int:

@@ -14,7 +14,7 @@ from axolotl.utils.schemas.config import AxolotlConfig
 from axolotl.utils.schemas.hosts import is_this_machine
 from axolotl.utils.schemas.nodes import Path, Problem
 from axolotl.utils.schemas.paths import paths_can_exist
-from axolotl.utils.schemas.plan import prompt_limit, staleness, uses_server
+from axolotl.utils.schemas.plan import prompt_limit, staleness, steps_per_rollout, uses_server
 
 _WITHOUT_ARGUMENTS = frozenset(
     {"adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused", "adafactor"}
@@ -316,6 +316,34 @@ def _divisors_near(number: int, wanted: int) -> list[int]:
     return below + [divisor for divisor in divisors if divisor > wanted][:1]
 
 
+def rollouts_hold_whole_steps(config: AxolotlConfig) -> list[Problem]:
+    """What is generated together feeds a whole number of optimizer steps, on every process."""
+    prompts, group = config.trl.generation_batch_size, config.trl.num_generations
+    if prompts is None or group is None or groups_have_two(config) or steps_hold_whole_groups(config):
+        return []
+    per_step = config.micro_batch_size * config.gradient_accumulation_steps // group
+    if prompts % per_step == 0:
+        return []
+    message = (
+        f"is {prompts}, not a multiple of the {per_step} prompts that one optimizer step trains on (micro_batch_size "
+        f"{config.micro_batch_size} x gradient_accumulation_steps {config.gradient_accumulation_steps} / "
+        f"num_generations {group}). Nearest valid: {' or '.join(map(str, _neighbours(prompts, per_step)))}"
+    )
+    return [Problem(("trl", "generation_batch_size"), message)]
+
+
+def replay_reaches_the_next_rollout(config: AxolotlConfig) -> list[Problem]:
+    """A group is drawn when a rollout begins; one that is too old by then would be kept for nothing."""
+    steps, age = steps_per_rollout(config), config.trl.replay_max_age
+    if not config.trl.replay_buffer_size or age >= steps:
+        return []
+    message = (
+        f"is {age}, but a rollout is trained for {steps} optimizer steps (num_iterations, generation_batch_size), so "
+        f"that no group would ever be replayed; set at least {steps}"
+    )
+    return [Problem(("trl", "replay_max_age"), message)]
+
+
 def sampling_explores(config: AxolotlConfig) -> list[Problem]:
     """Greedy completions of a prompt are all the same, so nothing could be learnt from their differences."""
     temperature = config.trl.temperature
@@ -360,10 +388,25 @@ def staleness_is_possible(config: AxolotlConfig) -> list[Problem]:
     if limit is None or needed <= limit:
         return []
     message = (
-        f"is {limit}, but completions are up to {needed} optimizer steps old with this prefetch_depth and "
-        f"vllm_sync_interval; lower them, or set max_staleness: {needed}"
+        f"is {limit}, but completions are up to {needed} optimizer steps old with this {_what_ages(config)}; lower "
+        f"them, or set max_staleness: {needed}"
     )
     return [Problem(("trl", "max_staleness"), message)]
+
+
+def _what_ages(config: AxolotlConfig) -> str:
+    """The options that completions grow old by."""
+    trl = config.trl
+    names = ["prefetch_depth", "vllm_sync_interval"] if uses_server(config) else []
+    names += [
+        name
+        for name, value in (
+            ("num_iterations", trl.num_iterations),
+            ("generation_batch_size", trl.generation_batch_size),
+        )
+        if value and value > 1 and steps_per_rollout(config) > 1
+    ]
+    return f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else names[0]
 
 
 def vespo_has_token_weights(config: AxolotlConfig) -> list[Problem]:
@@ -424,11 +467,13 @@ TRAINING: tuple[Rule, ...] = (
     groups_have_two,
     server_takes_the_group,
     steps_hold_whole_groups,
+    rollouts_hold_whole_steps,
     sampling_explores,
     weights_match_rewards,
     asynchronous_options_have_a_producer,
     prefetching_has_a_server,
     staleness_is_possible,
+    replay_reaches_the_next_rollout,
     vespo_has_token_weights,
     clip_range_is_open,
     reference_can_follow,

@@ -61,7 +61,9 @@ class TRLConfig(Options):
         None, "Completions sampled for each prompt of an evaluation; `num_generations` when unset.", ge=1, le=1024
     )
     generation_batch_size: Int | None = option(
-        None, "Prompts that are generated together; by default the prompts of one optimizer step.", ge=1
+        None,
+        "Prompts that a process has generated together, for one or more optimizer steps; by default those of one step.",
+        ge=1,
     )
     max_completion_length: Int | None = option(None, "The most tokens a completion may have.", null_means=512, ge=1)
     beta: Float | None = option(

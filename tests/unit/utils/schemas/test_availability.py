@@ -52,12 +52,6 @@ def test_no_default_is_refused():
     assert not_available(written_out, "train") == []
 
 
-@pytest.mark.parametrize(("prompts", "is_refused"), [(1, True), (2, False), (4, True)])
-def test_a_generation_batch_is_that_of_one_step(prompts, is_refused):
-    config = make({"generation_batch_size": prompts, "num_generations": 4})
-    assert bool(not_available(config, "train")) is is_refused
-
-
 @pytest.mark.parametrize(("workers", "is_refused"), [(0, False), (1, False), (2, True)])
 def test_reward_workers(workers, is_refused):
     assert bool(not_available(make({"reward_num_workers": workers}), "train")) is is_refused
@@ -90,7 +84,8 @@ def test_several_processes(monkeypatch, world, is_refused):
         {"mask_truncated_completions": True, "log_completions": True, "num_completions_to_print": 2},
         {"multi_objective_aggregation": "normalize_then_sum", "use_data_producer": True, "vllm_sync_interval": 5},
         {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1},
-        {"skip_zero_advantage_batches": True, "prefetch_depth": 1, "num_iterations": 1},
+        {"skip_zero_advantage_batches": True, "prefetch_depth": 1, "num_iterations": 2},
+        {"generation_batch_size": 4, "num_generations": 4},
     ],
 )
 def test_what_works_now_is_not_refused(trl):

@@ -21,6 +21,7 @@ from axolotl.core.run.signals import StopRequest
 from axolotl.core.trainers.grpo import assembly, specs
 from axolotl.core.trainers.grpo.args import grpo_arguments
 from axolotl.core.trainers.grpo.rewards.loading import load_rewards
+from axolotl.core.trainers.grpo.span import Span
 from axolotl.core.trainers.grpo.weight_sync.transport import TrainerSide
 from axolotl.data.prompts import prepare_prompts
 from axolotl.loaders.precision import Precision
@@ -282,10 +283,10 @@ TABLE: dict[str, Reaches | Refused] = {
     "vllm_server_timeout": Reaches(7, client_timeout, 7.0, WITH_SERVER, SERVED),
     "num_generations": Reaches(4, lambda config: batch_plan(config).prompts_per_step, 2),
     "num_generations_eval": Refused(3),
-    "generation_batch_size": Refused(2),
+    "generation_batch_size": Reaches(2, pipeline("span"), Span(2, 1)),
     "max_completion_length": Reaches(99, sampled("max_tokens"), 99),
     "beta": same_argument("beta", 0.04),
-    "num_iterations": Refused(2),
+    "num_iterations": Reaches(2, pipeline("span"), Span(1, 2)),
     "epsilon": same_argument("epsilon", 0.1),
     "epsilon_high": same_argument("epsilon_high", 0.28),
     "delta": same_argument("delta", 1.5),

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from axolotl.cli.config import config_from_mapping
-from axolotl.utils.schemas.plan import BatchPlan, batch_plan, prompt_limit, server_url, sync_dir, uses_server
+from axolotl.utils.schemas.plan import BatchPlan, batch_plan, prompt_limit, server_url, staleness, sync_dir, uses_server
 
 
 def config(trl=None, vllm=None, **options):
@@ -79,3 +79,29 @@ def test_trainer_and_server_meet_in_a_directory_of_their_port(monkeypatch):
 )
 def test_who_generates(trl, expected):
     assert uses_server(config(trl)) is expected
+
+
+def test_what_is_generated_together_feeds_several_steps():
+    plan = batch_plan(config({"num_generations": 4, "generation_batch_size": 6, "num_iterations": 2}))
+    assert (plan.prompts_per_step, plan.slices_per_rollout, plan.steps_per_rollout) == (2, 3, 6)
+
+
+SERVED = {"use_vllm": True, "vllm_lora_sync": True, "use_data_producer": True}
+
+
+@pytest.mark.parametrize(
+    ("trl", "steps"),
+    [
+        ({}, 0),
+        ({"num_iterations": 3}, 2),
+        ({"num_iterations": 2, "generation_batch_size": 2}, 3),
+        (SERVED, 0),
+        (SERVED | {"vllm_sync_interval": 3}, 2),
+        # Versions 1, 1, 5, 7, 7, 11 make the rollouts of steps 0, 2, 4, 6, 8, 10.
+        (SERVED | {"vllm_sync_interval": 3, "num_iterations": 2}, 3),
+        (SERVED | {"async_prefetch": True, "prefetch_depth": 2}, 2),
+        (SERVED | {"async_prefetch": True, "prefetch_depth": 2, "num_iterations": 3}, 8),
+    ],
+)
+def test_how_old_completions_get(trl, steps):
+    assert staleness(config(trl, adapter="lora")) == steps

@@ -47,6 +47,25 @@ AHEAD = {"use_vllm": True, "vllm_lora_sync": True, "use_data_producer": True, "a
             {"adapter": "lora"},
             "trl.max_staleness: is 3, but completions are up to 4 optimizer steps old",
         ),
+        (
+            {"num_iterations": 3, "max_staleness": 1},
+            {},
+            {},
+            "trl.max_staleness: is 1, but completions are up to 2 optimizer steps old with this num_iterations;",
+        ),
+        (
+            {"generation_batch_size": 3, "num_generations": 4},
+            {},
+            {},
+            "trl.generation_batch_size: is 3, not a multiple of the 2 prompts that one optimizer step trains on "
+            "(micro_batch_size 8 x gradient_accumulation_steps 1 / num_generations 4). Nearest valid: 2 or 4",
+        ),
+        (
+            {"replay_buffer_size": 8, "replay_max_age": 3, "num_iterations": 4},
+            {},
+            {},
+            "trl.replay_max_age: is 3, but a rollout is trained for 4 optimizer steps",
+        ),
         ({"prefetch_depth": 2}, {}, {}, "trl.prefetch_depth: needs trl.use_data_producer: true"),
         ({"streaming_partial_batch": True}, {}, {}, "trl.streaming_partial_batch: needs trl.use_data_producer: true"),
         ({"streaming_min_groups": 2}, {}, {}, "trl.streaming_min_groups: needs trl.use_data_producer: true"),

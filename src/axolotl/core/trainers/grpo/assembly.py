@@ -33,7 +33,7 @@ from axolotl.core.trainers.grpo.rollout.reroll import RerollQueue, RerollSpec, f
 from axolotl.core.trainers.grpo.sampler import GroupSampler
 from axolotl.core.trainers.grpo.schedule import check_schedule
 from axolotl.core.trainers.grpo.scoring import Scorer
-from axolotl.core.trainers.grpo.specs import StepSpec, advantage_spec, importance_spec, sampling, step_spec
+from axolotl.core.trainers.grpo.specs import StepSpec, advantage_spec, importance_spec, sampling, span, step_spec
 from axolotl.core.trainers.grpo.trainer import AxolotlGRPOTrainer, Evaluate
 from axolotl.core.trainers.grpo.types import CompletionGroup, Order, PromptRow, Slot
 from axolotl.core.trainers.grpo.weight_sync.agreement import tolerance
@@ -80,7 +80,7 @@ class Parts:
 
 def build_sampler(config: AxolotlConfig, num_prompts: int) -> GroupSampler:
     """Raises `DataError` when the data set does not fill one step."""
-    return GroupSampler(num_prompts, batch_plan(config).prompts_per_step, seed=config.seed)
+    return GroupSampler(num_prompts, batch_plan(config).prompts_per_step, seed=config.seed, span=span(config))
 
 
 def assemble(parts: Parts) -> AxolotlGRPOTrainer:
@@ -286,7 +286,7 @@ def _reroll(config: AxolotlConfig, planned_steps: int) -> Reroll | None:
     if trl.reroll_start_fraction >= 1.0:
         return None
     first = first_reroll_step(trl.reroll_start_fraction, planned_steps)
-    capacity = most_rerolls(first, planned_steps, trl.reroll_max_groups)
+    capacity = most_rerolls(first, planned_steps, trl.reroll_max_groups, span(config).length)
     return Reroll(RerollQueue(RerollSpec(capacity, first)), trl.reroll_max_groups, trl.reroll_threshold)
 
 

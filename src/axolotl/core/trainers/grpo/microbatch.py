@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from axolotl.core.trainers.grpo.algo.shares import loss_share
+from axolotl.core.trainers.grpo.algo.shares import TOKEN_TOTAL_LOSSES, loss_share
 from axolotl.core.trainers.grpo.scoring import TrainedBatch, loss_mask
 from axolotl.core.trainers.grpo.types import RolloutBatch
 
@@ -17,12 +17,14 @@ Tensors = dict[str, torch.Tensor]
 @dataclass(frozen=True)
 class MicroBatch:
     """inputs: the tensors of TRL's loss for these rows, padding trimmed. share: their weight in the step's loss. rows:
-    their numbers in the batch that was cut. prompts: of each, its prompt's row in the data set."""
+    their numbers in the batch that was cut. prompts: of each, its prompt's row in the data set. is_for_later: a later
+    step trains them, and needs the log-probs of now."""
 
     inputs: Tensors
     share: float
     rows: tuple[int, ...] = ()
     prompts: tuple[int, ...] = ()
+    is_for_later: bool = False
 
 
 @dataclass(frozen=True)
@@ -30,12 +32,16 @@ class StepTotals:
     """What the losses of one optimizer step are divided by.
 
     rows: completions of the step on this rank. tokens: those that count in the loss, a rank's average. all_tokens:
-    their sum over the ranks.
+    their sum over the ranks; an average over the steps where a rollout has several, as TRL has it.
     """
 
     rows: int
     tokens: float
     all_tokens: float
+
+    def divisor(self, loss_type: str) -> float:
+        """The number of tokens by which a loss of `TOKEN_LOSSES` is divided, up to a constant."""
+        return self.all_tokens if loss_type in TOKEN_TOTAL_LOSSES else self.tokens
 
 
 def split(

@@ -1,8 +1,10 @@
 """One optimizer step's way from prompts to micro-batches: sync, order, collect, score, cut.
 
     is a push due? ─► WeightSync.push(version)
-    DataProducer.place(the order of step + depth)
+    DataProducer.place(the order of the rollout `depth` ahead)
     DataProducer.groups ─► Scorer.score ─► split into micro-batches        chunk by chunk when streaming
+
+The first step of a rollout does all of it; the further ones, where there are any, take their slice of what it left.
 
 Main thread, every rank. The parts are chosen in `assembly.py`.
 """
@@ -32,11 +34,12 @@ from axolotl.core.trainers.grpo.microbatch import (
     shortest_row,
     split,
 )
+from axolotl.core.trainers.grpo.open_rollout.files import load_open, save_open
+from axolotl.core.trainers.grpo.open_rollout.parts import OpenRollout, Part, by_slice
 from axolotl.core.trainers.grpo.protocols import DataProducer, WeightSync
 from axolotl.core.trainers.grpo.replaying import Replay, with_logps
 from axolotl.core.trainers.grpo.rollout.pending_files import Pending, load_pending, save_pending
 from axolotl.core.trainers.grpo.rollout.planning import Planner
-from axolotl.core.trainers.grpo.rollout.replay import ReplacedBatch, ReplayGroup
 from axolotl.core.trainers.grpo.rollout.replay_files import load_replay, save_replay
 from axolotl.core.trainers.grpo.rollout.reroll import reroll_metrics
 from axolotl.core.trainers.grpo.scoring import Collate, ScoredBatch, Scorer, TrainedBatch, join
@@ -49,28 +52,19 @@ _REROLL = "reroll.json"
 _LEDGER = "ledger.json"
 
 
-@dataclass
-class Part:
-    """A chunk of a step. scored: its own groups. trained: what stands for them in training. logps: `[c]` by row of
-    `trained`, under the policy of the step, where they are kept."""
-
-    scored: ScoredBatch
-    trained: TrainedBatch
-    fresh: list[ReplayGroup] = field(default_factory=list)
-    replaced: ReplacedBatch | None = None
-    logps: dict[int, torch.Tensor] = field(default_factory=dict)
-
-
 @dataclass(frozen=True)
 class StepResult:
-    """What became of an optimizer step's rollouts.
+    """What became of an optimizer step's completions.
 
+    scored: those of the step. made: all of the rollout that the step began; None where it goes on with an earlier one.
     gradient_scale: what the gradients have to be multiplied with, and the loss: the micro-batches were divided by a
-    number of tokens that was not known yet. counts: what became of this rank's completions. parts: what was trained.
+    number of tokens that was not known yet. counts: of this rank's completions, those whose last step it was. parts:
+    what was trained.
     """
 
     scored: ScoredBatch
     metrics: dict[str, float]
+    made: ScoredBatch | None = None
     gradient_scale: float = 1.0
     counts: Counts = field(default_factory=Counts)
     parts: tuple[Part, ...] = ()
@@ -78,9 +72,11 @@ class StepResult:
 
 @dataclass
 class Books:
-    """What became of the completions of all steps so far."""
+    """ledger: what became of the completions of all steps so far. rollout: the newest that training began with; None
+    before the first."""
 
     ledger: Ledger = field(default_factory=Ledger)
+    rollout: OpenRollout | None = None
 
 
 @dataclass(frozen=True)
@@ -105,7 +101,7 @@ class RolloutPipeline:
         # Before the step asks for anything: what is ready now, it need not wait for.
         metrics = dict(self.producer.metrics)
         began = False
-        if is_due(step, self.sync.version, self.spec.sync_interval):
+        if is_due(step, self.sync.version, self.spec.sync_interval, self.spec.span.length):
             self._make_way()
             self.sync.begin(version_of(step))
             began = True
@@ -124,7 +120,7 @@ class RolloutPipeline:
         _require_pushed(batch, self.sync.version)
         scored = self.scorer.score(batch)
         trained = TrainedBatch(scored.batch, scored.advantages)
-        return self.cut(trained, self.totals([trained])), StepResult(scored, self.describe(scored))
+        return self.cut(trained, self.totals([trained])), StepResult(scored, self.describe(scored), made=scored)
 
     def describe(self, scored: ScoredBatch) -> dict[str, float]:
         names = self.scorer.rewards.names
@@ -147,12 +143,21 @@ class RolloutPipeline:
             rows=rows,
         )
 
-    def totals(self, parts: Sequence[TrainedBatch]) -> StepTotals:
-        """Collective: of the step that `parts` make up on this rank."""
+    def totals(self, parts: Sequence[TrainedBatch], rollout: Sequence[TrainedBatch] = ()) -> StepTotals:
+        """Collective: of the step that `parts` make up on this rank.
+
+        Args:
+            rollout: all of the rollout that they are a slice of, where they are not all of it.
+        """
         rows = sum(part.batch.num_completions for part in parts)
+        tokens = self._num_tokens(parts)
+        all_tokens = self._num_tokens(rollout) / self.spec.span.num_slices if rollout else tokens
+        return StepTotals(rows, tokens / self.accelerator.num_processes, all_tokens)
+
+    def _num_tokens(self, parts: Sequence[TrainedBatch]) -> float:
+        """Collective: that count in the loss, over the ranks."""
         own = sum(num_counted(part.batch, mask_truncated=self.spec.mask_truncated) for part in parts)
-        tokens = sum_over_ranks(self.accelerator, own)
-        return StepTotals(rows, tokens / self.accelerator.num_processes, tokens)
+        return sum_over_ranks(self.accelerator, own)
 
     def with_micro_batch_size(self, size: int) -> RolloutPipeline:
         """The same parts, cutting micro-batches of another size."""
@@ -169,6 +174,8 @@ class RolloutPipeline:
                 self.producer.drain()
         save_pending(self.producer, directory, believed=self.sync.version)
         (directory / _LEDGER).write_text(json.dumps(self.books.ledger.as_json()))
+        if self.books.rollout is not None and self.spec.span.length > 1:
+            save_open(self.books.rollout, directory)
         if self.replay is not None:
             save_replay(self.replay.buffer, directory)
         if self.planner.reroll is not None:
@@ -182,6 +189,7 @@ class RolloutPipeline:
         if self.planner.reroll is not None:
             self.planner.reroll.queue.restore(json.loads((directory / _REROLL).read_text()))
         self._resumed.extend(load_pending(directory, self.rows))
+        self.books.rollout = load_open(directory, self.rows, self.scorer, self.collate)
         if (directory / _LEDGER).is_file():
             self.books.ledger = Ledger.from_json(json.loads((directory / _LEDGER).read_text()))
 
@@ -196,8 +204,11 @@ class RolloutPipeline:
             self.producer.drain()
 
     def _order(self, step: int) -> None:
+        span = self.spec.span
+        # The oldest rollout that is not being trained yet.
+        oldest = step if span.begins(step) else span.first(step) + span.length
         if self._resumed:
-            for missing in range(step, self._resumed[0][0].step):
+            for missing in range(oldest, self._resumed[0][0].step, span.length):
                 self.producer.place(self.planner.plan(missing, self.sync.version))
         for order, groups in self._resumed:
             if groups:
@@ -206,8 +217,9 @@ class RolloutPipeline:
                 self.producer.place(replace(order, version=self.sync.version))
         self._resumed.clear()
         placed = self.producer.placed
-        first = placed[-1].step + 1 if placed else step
-        for ahead in range(first, min(step + self.producer.depth + 1, max(self.planner.num_steps, step + 1))):
+        first = placed[-1].step + span.length if placed else oldest
+        end = min(span.first(step) + self.producer.depth * span.length + 1, max(self.planner.num_steps, step + 1))
+        for ahead in range(first, end, span.length):
             self.producer.place(self.planner.plan(ahead, self.sync.version))
 
 
@@ -219,7 +231,8 @@ class OpenStep:
     step: int
     metrics: dict[str, float]
     ordered: float
-    _parts: list[Part] = field(default_factory=list)
+    _rollout: list[Part] = field(default_factory=list)
+    _made: list[ScoredBatch] = field(default_factory=list)
     _running: Part | None = None
     _num_replayed: int = 0
     _run_rows: list[tuple[Part, int]] = field(default_factory=list)
@@ -229,25 +242,55 @@ class OpenStep:
     _rewards: float = 0.0
     _rest: Iterator[Part] | None = None
 
+    @property
+    def begins(self) -> bool:
+        """Whether the step begins a rollout."""
+        return self.pipeline.spec.span.begins(self.step)
+
+    @property
+    def parts(self) -> list[Part]:
+        """What there is so far of the slice that the step trains."""
+        number = self.pipeline.spec.span.slice_of(self.step)
+        return [part for part in self._rollout if part.number == number]
+
     def micro_batches(self) -> Iterator[tuple[MicroBatch, bool]]:
-        """Each with whether it is the step's last, as soon as it can be run. After `restart`: all of them again."""
-        pipeline = self.pipeline
+        """Each with whether it is the last that the step trains, as soon as it can be run. After `restart`: all of them
+        again."""
+        if self.begins:
+            yield from self._first_micro_batches()
+            return
+        rollout = self.pipeline.books.rollout
+        assert rollout is not None and rollout.is_for(self.step, self.pipeline.spec.span), self.step
+        self._rollout = rollout.parts
+        totals, parts = self._totals(), self.parts
+        for number, part in enumerate(parts, 1):
+            yield from self._run(part, part.as_old(), totals, is_last=number == len(parts))
+
+    def _first_micro_batches(self) -> Iterator[tuple[MicroBatch, bool]]:
+        """Of a rollout's first step: the policy is that of the log-probs which all of its steps count as the old ones.
+
+        What this step trains comes by its old log-probs on the way; what later ones train needs a forward pass.
+        """
+        pipeline, num_slices = self.pipeline, self.pipeline.spec.span.num_slices
         if self._rest is None:
             order = pipeline.producer.placed[0]
             assert order.step == self.step, (order.step, self.step)
             self._slots = order.slots
             self._rest = self._scored(len(order.slots))
         # What was scored before a restart is kept; the rest comes as it would have come.
-        parts: Iterable[Part] = chain(tuple(self._parts), self._rest)
+        parts: Iterable[Part] = chain(tuple(self._rollout), self._rest)
         if pipeline.spec.trains_early:
             totals = self._provisional()
         else:
             parts = list(parts)
-            totals = pipeline.totals([part.trained for part in parts])
-        num_left = len(self._slots)
+            totals = self._totals()
+        num_left = len(self._slots) // num_slices
         for part in parts:
-            num_left -= len(part.scored.batch.groups)
-            yield from self._run(part, totals, is_last=num_left == 0)
+            if part.number == 0:
+                num_left -= len(part.scored.batch.groups)
+                yield from self._run(part, part.trained, totals, is_last=num_left == 0)
+            else:
+                yield from self._run_for_later(part, totals)
 
     def restart(self, pipeline: RolloutPipeline) -> None:
         """Begin the training of this step again, from its first micro-batch, as `pipeline` cuts them."""
@@ -263,72 +306,81 @@ class OpenStep:
             is_left_out: `[n]` bool, the completions of the micro-batches in their order that had no part in the loss.
             is_failed: the optimizer does not take this step: replay learns nothing from it.
         """
-        pipeline, spec = self.pipeline, self.pipeline.spec
-        scored = join([part.scored for part in self._parts], pipeline.collate)
-        totals = pipeline.totals([part.trained for part in self._parts])
+        pipeline, spec, parts = self.pipeline, self.pipeline.spec, self.parts
+        scored = join([part.scored for part in parts], pipeline.collate)
+        made = join(self._made, pipeline.collate) if self.begins else None
+        totals = self._totals()
         metrics = {
             **pipeline.describe(scored),
-            **self._learn(scored, is_failed=is_failed),
+            **(self._learn(made, is_failed=is_failed) if made is not None else {}),
             **staleness_metrics(scored.batch, version_of(self.step)),
             **self.metrics,
             "time/generate": self._waited,
             "time/rewards": self._rewards,
-            "generation/tokens_per_second": float(scored.batch.completion_mask.sum()) / max(self._waited, 1e-9),
         }
+        if made is not None:
+            metrics["generation/tokens_per_second"] = float(made.batch.completion_mask.sum()) / max(self._waited, 1e-9)
+            pipeline.books.rollout = OpenRollout(self.step, self._rollout)
         if spec.skips_zero_signal:
             metrics["skipped_zero_adv_batches"] = float(self._num_skipped)
-        is_rescaled = spec.trains_early and spec.loss_type in TOKEN_LOSSES and totals.all_tokens > 0
-        scale = self._provisional().all_tokens / totals.all_tokens if is_rescaled else 1.0
         counts = self._account(is_left_out, is_failed=is_failed)
         metrics |= counts.metrics()
-        return StepResult(scored, metrics, scale, counts, tuple(self._parts))
+        return StepResult(scored, metrics, made, self._gradient_scale(totals), counts, tuple(parts))
 
     def remember(self, micro_batch: MicroBatch, logps: torch.Tensor) -> None:
-        """Keep the log-probs `[n, c]` that the present policy gives the micro-batch that was taken last."""
-        replay = self.pipeline.replay
-        if replay is not None and not replay.recomputes and self._running is not None:
+        """Keep the log-probs `[n, c]` that the present policy gives the micro-batch that was taken last, where a later
+        step or the replay buffer needs them."""
+        replay, span = self.pipeline.replay, self.pipeline.spec.span
+        is_kept = self.begins and (span.length > 1 or (replay is not None and not replay.recomputes))
+        if is_kept and self._running is not None:
             rows = zip(micro_batch.rows, logps.detach().float().cpu(), strict=True)
             self._running.logps.update(rows)
 
-    def _learn(self, scored: ScoredBatch, *, is_failed: bool) -> dict[str, float]:
-        """Replay and re-roll learn the step's own groups, once all of it is trained."""
+    def _gradient_scale(self, totals: StepTotals) -> float:
+        spec = self.pipeline.spec
+        tokens = totals.divisor(spec.loss_type)
+        if not (self.begins and spec.trains_early and spec.loss_type in TOKEN_LOSSES and tokens > 0):
+            return 1.0
+        return self._provisional().divisor(spec.loss_type) / tokens
+
+    def _totals(self) -> StepTotals:
+        rollout = [part.trained for part in self._rollout] if self.pipeline.spec.span.num_slices > 1 else []
+        return self.pipeline.totals([part.trained for part in self.parts], rollout)
+
+    def _learn(self, made: ScoredBatch, *, is_failed: bool) -> dict[str, float]:
+        """Replay and re-roll learn the groups that were made, once the first step has trained."""
         metrics: dict[str, float] = {}
         replay, reroll = self.pipeline.replay, self.pipeline.planner.reroll
         if replay is not None:
-            for part in () if is_failed else self._parts:
+            for part in () if is_failed else self._rollout:
                 fresh = part.fresh if replay.recomputes else with_logps(part.fresh, part.trained, part.logps)
                 replay.learn(fresh, self.step)
-            metrics |= replay.metrics([part.replaced for part in self._parts if part.replaced is not None])
+            metrics |= replay.metrics([part.replaced for part in self._rollout if part.replaced is not None])
         if reroll is not None:
-            reroll.learn(scored.batch.groups, scored.advantages.rewards)
+            reroll.learn(made.batch.groups, made.advantages.rewards)
             metrics |= reroll_metrics(reroll.queue, self._slots)
         return metrics
 
     def _account(self, is_left_out: torch.Tensor, *, is_failed: bool) -> Counts:
-        """Every completion in one class; the sums have to balance."""
-        left_out = iter(is_left_out.tolist())
-        masked = {(id(part), row) for part, row in self._run_rows if next(left_out, False)}
-        counts, num_replayed = Counts(), 0
-        for part in self._parts:
-            size = part.trained.batch.group_size
-            origins = part.replaced.origins if part.replaced is not None else ()
-            is_replayed = [origin.is_replayed for origin in origins] or [False] * len(part.trained.batch.groups)
-            rows = range(part.trained.batch.num_completions)
-            counts += tally(
-                Facts(
-                    has_signal=part.trained.advantages.has_signal.repeat_interleave(size),
-                    is_replayed=torch.tensor(is_replayed).repeat_interleave(size),
-                    is_unscorable=part.trained.advantages.is_unscorable,
-                    is_truncated=part.trained.batch.is_truncated if self.pipeline.spec.mask_truncated else None,
-                    is_masked=torch.tensor([(id(part), row) in masked for row in rows]),
-                )
-            )
-            # The fresh groups that replayed ones stand for.
-            counts += Counts(zero_signal=sum(is_replayed) * size)
-            num_replayed += sum(is_replayed) * size
-        books, num_fresh = self.pipeline.books, sum(part.scored.batch.num_completions for part in self._parts)
-        if is_failed:
-            counts = Counts(failed=num_fresh, replayed=num_replayed)
+        """Every completion in one class, with the last step that trains it; the sums have to balance."""
+        if not is_failed:
+            left_out = iter(is_left_out.tolist())
+            for part, row in self._run_rows:
+                part.note(row, is_left_out=next(left_out, False))
+            for part in self.parts:
+                part.is_taken = True
+        is_last = self.step + 1 == self.pipeline.planner.num_steps
+        if not (self.pipeline.spec.span.ends_slice(self.step) or is_last):
+            return Counts()
+        counts, num_replayed, num_fresh = Counts(), 0, 0
+        for part in self.parts:
+            if part.is_counted:
+                continue
+            part.is_counted = True
+            counts += _counts(part, mask_truncated=self.pipeline.spec.mask_truncated)
+            num_replayed += part.num_replayed
+            num_fresh += part.scored.batch.num_completions
+        books = self.pipeline.books
         books.ledger = books.ledger.plus(counts, ordered=num_fresh, replayed=num_replayed)
         books.ledger.balance()
         return counts
@@ -339,7 +391,7 @@ class OpenStep:
         return StepTotals(spec.rows_per_step, spec.token_estimate, spec.token_estimate * num_ranks)
 
     def _scored(self, num_groups: int) -> Iterator[Part]:
-        """The step's groups, scored chunk by chunk."""
+        """The rollout's groups, scored chunk by chunk, each chunk cut into slices."""
         pipeline = self.pipeline
         size = pipeline.spec.groups_per_chunk or num_groups
         finished = pipeline.producer.groups()
@@ -351,11 +403,16 @@ class OpenStep:
             came = time.perf_counter()
             batch = pipeline.collate([group for _, group in chunk])
             _require_pushed(batch, pipeline.sync.version)
-            part = self._stand_in(pipeline.scorer.score(batch))
+            whole = self._stand_in(pipeline.scorer.score(batch))
             self._waited += came - began
             self._rewards += time.perf_counter() - came
-            self._parts.append(part)
-            yield part
+            self._made.append(whole.scored)
+            parts = by_slice(
+                whole, [place for place, _ in chunk], num_groups // pipeline.spec.span.num_slices, pipeline.collate
+            )
+            for part in parts:
+                self._rollout.append(part)
+                yield part
 
     def _stand_in(self, scored: ScoredBatch) -> Part:
         replay = self.pipeline.replay
@@ -365,10 +422,11 @@ class OpenStep:
         self._num_replayed += len(replaced.displaced)
         return Part(scored, trained, fresh, replaced)
 
-    def _run(self, part: Part, totals: StepTotals, *, is_last: bool) -> Iterator[tuple[MicroBatch, bool]]:
+    def _run(
+        self, part: Part, trained: TrainedBatch, totals: StepTotals, *, is_last: bool
+    ) -> Iterator[tuple[MicroBatch, bool]]:
         spec = self.pipeline.spec
-        trained = part.trained
-        rows = rows_with_signal(trained) if spec.skips_zero_signal else list(range(trained.batch.num_completions))
+        rows = self._rows(trained)
         self._num_skipped += _ceil(trained.batch.num_completions, spec.micro_batch_size)
         self._num_skipped -= _ceil(len(rows), spec.micro_batch_size)
         if not rows and is_last:
@@ -379,6 +437,35 @@ class OpenStep:
             self._running = part
             self._run_rows.extend((part, row) for row in micro_batch.rows)
             yield micro_batch, is_last and index == len(micro_batches)
+
+    def _run_for_later(self, part: Part, totals: StepTotals) -> Iterator[tuple[MicroBatch, bool]]:
+        for micro_batch in self.pipeline.cut(part.trained, totals, self._rows(part.trained)):
+            self._running = part
+            yield replace(micro_batch, is_for_later=True), False
+
+    def _rows(self, trained: TrainedBatch) -> list[int]:
+        """The completions that are run."""
+        if self.pipeline.spec.skips_zero_signal:
+            return rows_with_signal(trained)
+        return list(range(trained.batch.num_completions))
+
+
+def _counts(part: Part, *, mask_truncated: bool) -> Counts:
+    """The completions of `part` by what became of them, those that replayed groups stand for included."""
+    if not part.is_taken:
+        return Counts(failed=part.scored.batch.num_completions, replayed=part.num_replayed)
+    batch, size = part.trained.batch, part.trained.batch.group_size
+    origins = part.replaced.origins if part.replaced is not None else ()
+    is_replayed = [origin.is_replayed for origin in origins] or [False] * len(batch.groups)
+    facts = Facts(
+        has_signal=part.trained.advantages.has_signal.repeat_interleave(size),
+        is_replayed=torch.tensor(is_replayed).repeat_interleave(size),
+        is_unscorable=part.trained.advantages.is_unscorable,
+        is_truncated=batch.is_truncated if mask_truncated else None,
+        is_masked=torch.tensor([not part.has_part.get(row, True) for row in range(batch.num_completions)]),
+    )
+    # The fresh groups that replayed ones stand for had no signal.
+    return tally(facts) + Counts(zero_signal=part.num_replayed)
 
 
 def _ceil(count: int, size: int) -> int:

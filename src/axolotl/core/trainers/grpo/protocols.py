@@ -35,7 +35,7 @@ class DataProducer(Protocol):
 
     @property
     def depth(self) -> int:
-        """How many steps ahead orders are placed, so that they are made while others train."""
+        """How many rollouts ahead orders are placed, so that they are made while others train."""
         ...
 
     @property

@@ -38,8 +38,8 @@ class ScoredBatch:
 class TrainedBatch:
     """Groups as they are trained.
 
-    stored_logps: `[N, C]` of the policy that a replayed group was first trained with, NaN where the present one counts;
-    None where it does everywhere.
+    stored_logps: `[N, C]` of a policy of the past: the one that a replayed group was first trained with, or that of a
+    rollout's first step. NaN where the present one counts; None where it does everywhere.
     """
 
     batch: RolloutBatch
@@ -57,20 +57,29 @@ class Scorer:
     trainer_state: Callable[[], Any]
 
     def score(self, batch: RolloutBatch) -> ScoredBatch:
-        ids = [row[mask.bool()].tolist() for row, mask in zip(batch.completion_ids, batch.completion_mask, strict=True)]
-        texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
-        rows = [row for row in batch.rows for _ in range(batch.group_size)]
-        prompts: list[Prompt] = [row.prompt for row in rows]
-        completions = [_as_completion(row, text) for row, text in zip(rows, texts, strict=True)]
+        prompts, completions, ids = self._texts(batch)
         request = RewardRequest(
             prompts=prompts,
             completions=completions,
             completion_ids=ids,
-            columns=_repeat_columns(rows),
+            columns=_repeat_columns([row for row in batch.rows for _ in range(batch.group_size)]),
             trainer_state=self.trainer_state(),
         )
         result = self.rewards.score(request)
         return ScoredBatch(batch, prompts, completions, result, compute_advantages(result.values, self.spec))
+
+    def restored(self, batch: RolloutBatch, values: torch.Tensor, advantages: Advantages) -> ScoredBatch:
+        """A batch that was scored before a checkpoint. values: `[N, F]` rewards."""
+        prompts, completions, _ = self._texts(batch)
+        return ScoredBatch(batch, prompts, completions, RewardResult(values, {}, {}), advantages)
+
+    def _texts(self, batch: RolloutBatch) -> tuple[list[Prompt], list[Prompt], list[list[int]]]:
+        """Prompts, completions and the tokens of these, one a row."""
+        ids = [row[mask.bool()].tolist() for row, mask in zip(batch.completion_ids, batch.completion_mask, strict=True)]
+        texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        rows = [row for row in batch.rows for _ in range(batch.group_size)]
+        completions = [_as_completion(row, text) for row, text in zip(rows, texts, strict=True)]
+        return [row.prompt for row in rows], completions, ids
 
 
 def join(parts: Sequence[ScoredBatch], collate: Collate) -> ScoredBatch:
@@ -83,6 +92,20 @@ def join(parts: Sequence[ScoredBatch], collate: Collate) -> ScoredBatch:
         completions=[completion for part in parts for completion in part.completions],
         result=_join_results([part.result for part in parts]),
         advantages=join_advantages([part.advantages for part in parts]),
+    )
+
+
+def select(scored: ScoredBatch, indices: Sequence[int], collate: Collate) -> ScoredBatch:
+    """Some groups of a batch, with the rewards and advantages that they had in all of it. What reward functions logged
+    belongs to the call, and stays with it."""
+    size = scored.batch.group_size
+    rows = [row for i in indices for row in range(i * size, (i + 1) * size)]
+    return ScoredBatch(
+        batch=collate([scored.batch.groups[i] for i in indices]),
+        prompts=[scored.prompts[row] for row in rows],
+        completions=[scored.completions[row] for row in rows],
+        result=RewardResult(scored.result.values[rows], {}, {}),
+        advantages=scored.advantages.of_groups(indices, size),
     )
 
 

@@ -8,9 +8,10 @@ from typing import Any, cast
 from axolotl.core.trainers.grpo.algo.advantages import AdvantageSpec
 from axolotl.core.trainers.grpo.algo.importance import ImportanceSpec
 from axolotl.core.trainers.grpo.algo.shares import TOKEN_LOSSES
+from axolotl.core.trainers.grpo.span import ONE_STEP, Span
 from axolotl.serving.wire import Sampling, without_nulls
 from axolotl.utils.schemas.config import AxolotlConfig
-from axolotl.utils.schemas.plan import batch_plan, uses_server
+from axolotl.utils.schemas.plan import batch_plan, slices_per_rollout, steps_per_rollout, uses_server
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,8 @@ class StepSpec:
 
     skips_zero_signal: groups whose advantages are all 0 take part in no forward pass. groups_per_chunk: groups that are
     scored together; None for all. trains_early: chunks are trained before the last of them is scored, so that losses
-    are divided by an estimate of the step's tokens first. rows_per_step: completions of one rank.
+    are divided by an estimate of the step's tokens first. rows_per_step: completions of one rank. span: the steps of a
+    rollout; groups_per_chunk then counts groups of the rollout.
     """
 
     micro_batch_size: int
@@ -31,6 +33,7 @@ class StepSpec:
     trains_early: bool = False
     rows_per_step: int = 0
     token_estimate: float = 1.0
+    span: Span = ONE_STEP
 
 
 def step_spec(config: AxolotlConfig) -> StepSpec:
@@ -42,8 +45,14 @@ def step_spec(config: AxolotlConfig) -> StepSpec:
         sync_interval=config.trl.vllm_sync_interval if uses_server(config) else 1,
         mask_truncated=config.trl.mask_truncated_completions,
         skips_zero_signal=config.trl.skip_zero_advantage_batches and not reasons_not_to_skip(config),
+        span=span(config),
         **_streaming(config),
     )
+
+
+def span(config: AxolotlConfig) -> Span:
+    assert config.trl.num_iterations is not None, "resolve() fills num_iterations"
+    return Span(slices_per_rollout(config), config.trl.num_iterations)
 
 
 def _streaming(config: AxolotlConfig) -> dict[str, Any]:
@@ -99,6 +108,11 @@ def pipeline_notes(config: AxolotlConfig) -> list[str]:
             notes.append(f"streaming_partial_batch waits for all groups of a step: {reason} compares them")
         elif reason := needs_lengths_first(config):
             notes.append(f"streaming_partial_batch trains when all groups are there: {reason} needs their lengths")
+    if config.max_steps is not None and config.max_steps % steps_per_rollout(config):
+        notes.append(
+            f"warning: max_steps {config.max_steps} ends in the middle of a rollout, which is trained for "
+            f"{steps_per_rollout(config)} steps: the rest of it is not trained"
+        )
     old = [
         name
         for name, is_used in {

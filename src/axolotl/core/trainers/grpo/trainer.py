@@ -42,6 +42,7 @@ from axolotl.core.trainers.grpo.microbatch import MicroBatch
 from axolotl.core.trainers.grpo.nonfinite import DIRECTORY, FiniteGuard, Ran, StopWhenNotFinite
 from axolotl.core.trainers.grpo.pipeline import OpenStep, RolloutPipeline, StepResult
 from axolotl.core.trainers.grpo.sampler import GroupSampler
+from axolotl.core.trainers.grpo.scoring import ScoredBatch
 from axolotl.core.trainers.grpo.types import CompletionGroup, RolloutBatch
 from axolotl.core.trainers.grpo.weight_sync.in_process import require_finite_weights
 
@@ -137,8 +138,11 @@ class AxolotlGRPOTrainer(GRPOTrainer):
         ran: list[Ran] = []
         for micro_batch, is_last in step.micro_batches():
             model.train()
-            self.accelerator.gradient_state._set_sync_gradients(is_last)
             try:
+                if micro_batch.is_for_later:
+                    step.remember(micro_batch, self._present_logps(micro_batch.inputs))
+                    continue
+                self.accelerator.gradient_state._set_sync_gradients(is_last)
                 with nullcontext() if is_last else self.accelerator.no_sync(model):
                     ran.append(Ran(micro_batch, self._run(model, micro_batch)))
             except (RuntimeError, MemoryError) as error:
@@ -249,6 +253,12 @@ class AxolotlGRPOTrainer(GRPOTrainer):
         return Logits(tokens.shape[0], tokens.shape[1] + 1, self._vocabulary(), self._logits_fit(tokens))
 
     @torch.no_grad()
+    def _present_logps(self, inputs: Inputs) -> torch.Tensor:
+        """Log-probs of the policy as it is, which later steps compare theirs with."""
+        with self.compute_loss_context_manager():
+            return self._run_forward(cast(torch.nn.Module, self.model), inputs)[0]
+
+    @torch.no_grad()
     def _reference_logps(self, inputs: Inputs) -> torch.Tensor:
         """Log-probs of the reference policy: TRL's reference model, or the model without its adapter."""
         if self.ref_model is not None:
@@ -279,17 +289,17 @@ class AxolotlGRPOTrainer(GRPOTrainer):
         metrics = self._metrics[mode]
         for name, value in step.metrics.items():
             metrics[name].append(value)
-        for name, values in step.scored.result.metrics.items():
-            metrics[name].extend(values)
-        if mode == "train":
-            batch = step.scored.batch
-            self.state.num_input_tokens_seen += int(batch.prompt_mask.sum() + batch.completion_mask.sum())
+        if step.made is not None:
+            for name, values in step.made.result.metrics.items():
+                metrics[name].extend(values)
+            if mode == "train":
+                batch = step.made.batch
+                self.state.num_input_tokens_seen += int(batch.prompt_mask.sum() + batch.completion_mask.sum())
+            self._record_completions(step.made)
         metrics["num_tokens"] = [float(self.state.num_input_tokens_seen)]
-        self._record_completions(step)
 
-    def _record_completions(self, step: StepResult) -> None:
+    def _record_completions(self, scored: ScoredBatch) -> None:
         """Rows of TRL's completions table, which `log` prints and saves when `log_completions` is on."""
-        scored = step.scored
         logs = cast(dict[str, Any], self._logs)
         logs["prompt"].extend(scored.prompts)
         logs["completion"].extend(scored.completions)

@@ -67,7 +67,10 @@ class Slot:
 
 @dataclass(frozen=True)
 class Order:
-    """The groups of one optimizer step, to be made by one policy version: decided before anybody makes them."""
+    """The groups of one rollout, to be made by one policy version: decided before anybody makes them.
+
+    step: the optimizer step that it begins with. slots: slice after slice, where several steps share a rollout.
+    """
 
     step: int
     epoch: int

@@ -1,6 +1,7 @@
 import pytest
 
 from axolotl.core.trainers.grpo.sampler import GroupSampler
+from axolotl.core.trainers.grpo.span import Span
 from axolotl.errors import DataError
 
 
@@ -41,3 +42,23 @@ def test_without_shuffling_the_order_is_the_data_sets() -> None:
 def test_one_prompt_that_is_too_few_is_one() -> None:
     with pytest.raises(DataError, match="1 prompt is too few: one optimizer step takes 2"):
         GroupSampler(num_prompts=1, prompts_per_step=2)
+
+
+def test_the_steps_of_a_rollout_share_its_prompts() -> None:
+    """Two slices of two prompts, three times over: six steps on four prompts."""
+    sampler = GroupSampler(9, 2, shuffle=False, span=Span(2, 3))
+    assert (sampler.steps_per_epoch, sampler.left_out) == (12, 1)
+    assert [sampler.indices(step) for step in (0, 5, 6, 11)] == [[0, 1, 2, 3]] * 2 + [[4, 5, 6, 7]] * 2
+    assert [sampler.epoch_of(step) for step in (0, 11, 12)] == [0, 0, 1]
+    assert sampler.indices(12) == [0, 1, 2, 3]
+
+
+def test_ranks_share_a_rollout_without_overlap() -> None:
+    shards = [GroupSampler(12, 1, seed=1, num_ranks=3, rank=rank, span=Span(2)) for rank in range(3)]
+    assert sorted(i for shard in shards for step in (0, 2) for i in shard.indices(step)) == list(range(12))
+
+
+def test_too_few_prompts_for_a_rollout_name_what_made_it_long() -> None:
+    with pytest.raises(DataError, match="3 prompts are too few: one rollout of 2 optimizer steps takes 4") as problem:
+        GroupSampler(3, 2, span=Span(2, 5))
+    assert "trl.generation_batch_size" in problem.value.do

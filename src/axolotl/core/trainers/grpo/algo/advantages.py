@@ -41,6 +41,12 @@ class Advantages:
     has_signal: torch.Tensor
     is_unscorable: torch.Tensor
 
+    def of_groups(self, indices: Sequence[int], group_size: int) -> Advantages:
+        """Those of some of the groups, as they are."""
+        rows = [row for i in indices for row in range(i * group_size, (i + 1) * group_size)]
+        has_signal = self.has_signal[list(indices)]
+        return Advantages(self.values[rows], self.rewards[rows], has_signal, self.is_unscorable[rows])
+
 
 def join_advantages(parts: Sequence[Advantages]) -> Advantages:
     """Those of several groups of one step, one after the other."""

@@ -43,7 +43,7 @@ class BackgroundProducer:
 
     Args:
         make: as `GroupMaker.make`; runs on the thread. Closing its iterator gives the rest up.
-        depth: steps ahead; 0 hands out groups as they finish, and makes none in advance.
+        depth: rollouts ahead; 0 hands out groups as they finish, and makes none in advance.
         waiting: entered on the main thread while it waits, so that a signal may end the wait.
         close_backend: called at the end, after the thread.
     """

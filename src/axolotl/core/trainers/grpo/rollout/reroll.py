@@ -35,9 +35,9 @@ def first_reroll_step(start_fraction: float, planned_steps: int) -> int:
     return math.ceil(round(start_fraction * planned_steps, 6))
 
 
-def most_rerolls(start_step: int, planned_steps: int, max_groups: int) -> int:
+def most_rerolls(start_step: int, planned_steps: int, max_groups: int, steps_per_rollout: int = 1) -> int:
     """How many prompts of all ranks the run can try again: more need not wait."""
-    return max_groups * max(0, planned_steps - start_step)
+    return max_groups * math.ceil(max(0, planned_steps - start_step) / steps_per_rollout)
 
 
 class RerollQueue:

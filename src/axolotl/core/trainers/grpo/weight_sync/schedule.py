@@ -11,8 +11,17 @@ def version_of(step: int) -> int:
     return step + 1
 
 
-def is_due(step: int, served: int, interval: int) -> bool:
-    """Whether to push before the rollouts of `step`: always before the first of a run, then every `interval` steps."""
+def is_due(step: int, served: int, interval: int, rollout: int = 1) -> bool:
+    """Whether to push before `step`: always before the first of a run, then every `interval` steps, but only where a
+    rollout begins.
+
+    Args:
+        rollout: optimizer steps that train on one rollout. In between nothing is ordered that new weights could make,
+            so that a push which falls there waits for the next one.
+    """
     if served == 0:
         return True
-    return step % interval == 0 and served != version_of(step)
+    if step % rollout:
+        return False
+    is_over = step // interval != (step - rollout) // interval
+    return is_over and served != version_of(step)

@@ -128,6 +128,7 @@ def test_nobody_comes_back_before_the_start() -> None:
 def test_no_more_wait_than_can_come_back() -> None:
     assert most_rerolls(first_reroll_step(0.75, 20), 20, 2) == 10
     assert most_rerolls(first_reroll_step(1.0, 20), 20, 2) == 0
+    assert most_rerolls(first_reroll_step(0.75, 20), 20, 2, steps_per_rollout=4) == 4
 
 
 def test_a_prompt_of_the_batch_keeps_its_place_in_the_queue() -> None:
