@@ -71,6 +71,7 @@ def test_everything_we_override_exists_above_us() -> None:
         "_reference_logps",
         "_logits_fit",
         "_record",
+        "_present_logps",
         "_record_completions",
         "_record_sampling",
         "_remember",
