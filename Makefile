@@ -32,7 +32,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help install install-vllm quickstart test test-fast test-integration lint format types docs docs-check fuzz soak chaos check clean bench-sync
+.PHONY: help install install-vllm quickstart test test-fast test-integration lint format types docs docs-check fuzz soak chaos check clean bench-sync bench-overlap
 
 help: ## list the targets
 	@echo "usage: make TARGET"; echo
@@ -89,6 +89,9 @@ test-integration: $(STAMPS)/smollm2 $(STAMPS)/vllm ## tests that start servers a
 
 bench-sync: $(STAMPS)/smollm2 $(STAMPS)/vllm ## how long a push of the adapter holds training up, on both engines
 	$(BIN)/python benchmarks/sync_latency.py
+
+bench-overlap: $(STAMPS)/base ## how near prefetching and streaming come to the shortest possible step; draws a picture
+	$(BIN)/python benchmarks/overlap.py
 
 lint: $(STAMPS)/base ## ruff: rules and formatting
 	$(BIN)/ruff check .

@@ -95,7 +95,15 @@ def distance(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> 
         (1, 1, STREAMING, [1, 1, 2, 3, 4, 5]),
         (1, 2, {}, [1, 1, 1, 3, 3, 5]),
     ],
-    ids=["in turn", "streaming", "interval 2", "interval 2, streaming", "ahead", "ahead, streaming", "ahead, interval 2"],
+    ids=[
+        "in turn",
+        "streaming",
+        "interval 2",
+        "interval 2, streaming",
+        "ahead",
+        "ahead, streaming",
+        "ahead, interval 2",
+    ],
 )
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
 def test_the_same_versions_teach_the_same(
