@@ -34,7 +34,8 @@ PYTEST := $(BIN)/python -m pytest
 # Tests with real processes mostly wait. A file stays on one process: its tests share servers and engines.
 SPREAD := -n 2 --dist loadfile
 
-.PHONY: help install install-vllm quickstart test test-fast test-integration lint format types docs docs-check fuzz soak chaos check clean bench-sync bench-bookkeeping
+.PHONY: help install install-vllm quickstart test test-fast test-integration lint format types docs docs-check
+.PHONY: fuzz soak chaos check clean bench-sync bench-overlap bench-bookkeeping
 
 help: ## list the targets
 	@echo "usage: make TARGET"; echo
@@ -94,6 +95,9 @@ bench-sync: $(STAMPS)/smollm2 $(STAMPS)/vllm ## how long a push of the adapter h
 
 bench-bookkeeping: $(STAMPS)/smollm2 ## what ledger, journal and metrics take of a step; the last line is the verdict
 	$(BIN)/python benchmarks/bookkeeping.py
+
+bench-overlap: $(STAMPS)/base ## how near prefetching and streaming come to the shortest possible step; draws a picture
+	$(BIN)/python benchmarks/overlap.py
 
 lint: $(STAMPS)/base ## ruff: rules and formatting
 	$(BIN)/ruff check .

@@ -144,7 +144,7 @@ class Ground:
 def ground(directory: Path, model: Path) -> Iterator[Ground]:
     """A server that is ready, until the block ends."""
     place = Ground(directory, model, free_port())
-    with forked(place.project("server", "in turn"), "vllm-serve", "config.yaml") as server:
+    with forked(place.project("server", "async"), "vllm-serve", "config.yaml") as server:
         wait_until(lambda: _answers(place.port, server), "a server that is ready")
         yield place
         server.terminate()

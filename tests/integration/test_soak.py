@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.campaigns import trainer_soak
 from tests.campaigns.soak import Report, Sample, run_on_tiny_model
 
 pytestmark = pytest.mark.integration
@@ -52,3 +53,20 @@ def test_a_third_version_for_a_moment_is_no_growth(
 def test_one_open_file_more_is_found() -> None:
     assert report_of([0] * 4, [9, 10, 10, 9]).growth("files") == 0
     assert report_of([0] * 4, [9, 10, 10, 11]).problems(with_memory=False) == ["files: [9, 10, 10, 11]"]
+
+
+def trainer_report(**columns: list[int]) -> trainer_soak.Report:
+    """Of six samples, ten steps apart; what is not given stands still."""
+    steady = {"memory": [0] * 6, "files": [9] * 6, "threads": [4] * 6, "temporaries": [2] * 6}
+    rows = zip(*{**steady, **columns}.values(), strict=True)
+    return trainer_soak.Report(60, [trainer_soak.Sample(10 * number, *row) for number, row in enumerate(rows)])
+
+
+def test_of_a_training_run_a_leak_is_found_and_what_comes_and_goes_is_none() -> None:
+    assert not trainer_report(files=[9, 11, 9, 9, 11, 9], temporaries=[2, 4, 2, 4, 2, 2]).problems(with_memory=True)
+    for name in trainer_soak.COUNTED:
+        leaking = trainer_report(**{name: [9, 9, 9, 9, 10, 10]})
+        assert [problem.split(":")[0] for problem in leaking.problems(with_memory=False)] == [name]
+    leaking = trainer_report(memory=[number * 200_000 for number in range(6)])
+    assert leaking.memory_slope == 2_000_000
+    assert [problem.split(":")[0] for problem in leaking.problems(with_memory=True)] == ["memory"]

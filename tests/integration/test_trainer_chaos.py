@@ -1,4 +1,4 @@
-"""A short form of the part of `make chaos` that kills training runs, and what is left when a file of it is damaged."""
+"""Short forms of what `make chaos` and `make soak` do to training runs; damaged checkpoints of such runs."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 
 from axolotl.core.run.checkpoints.finding import newest_verified
 from axolotl.failpoints import POINTS
+from tests.campaigns import trainer_soak
 from tests.campaigns.trainer_chaos import (
     MODES,
     STEPS,
@@ -86,3 +87,9 @@ def test_the_whole_campaign_comes_to_every_point_in_every_mode() -> None:
 def test_what_is_compared_is_not_always_equal(calm: dict[str, Calm]) -> None:
     with pytest.raises(AssertionError, match="and without kills"):
         assert_same_end(calm["async"].directory / "out", calm["in turn"].directory / "out")
+
+
+def test_nothing_piles_up_over_sixty_steps(place: Ground) -> None:
+    report = trainer_soak.run(place, 60)
+    assert not report.problems(with_memory=False), report
+    assert len(report.samples) > 20
