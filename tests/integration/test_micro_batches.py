@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from transformers import TrainerCallback
 
 from axolotl.core.trainers.grpo.algo.importance import ImportanceSpec
 from axolotl.core.trainers.grpo.trainer import AxolotlGRPOTrainer
 from axolotl.errors import MemoryFault
+from tests.support.out_of_memory import run_out
 from tests.support.recorded import (
     GROUP_SIZE,
     MAX_COMPLETION,
@@ -35,7 +34,6 @@ STREAMING = {
     "rows_per_step": ROWS,
     "token_estimate": ROWS * MAX_COMPLETION / 2,
 }
-ALLOCATION = "CUDA out of memory. Tried to allocate 2.00 GiB.\nSee the documentation."
 
 
 def make_trainer(
@@ -81,33 +79,6 @@ def trained(trainer: AxolotlGRPOTrainer) -> tuple[dict[str, torch.Tensor], list[
 def require_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
     for name, value in theirs.items():
         torch.testing.assert_close(ours[name], value, rtol=1e-5, atol=1e-6, msg=name)
-
-
-def first_layer(trainer: AxolotlGRPOTrainer) -> nn.Module:
-    return trainer.policy().get_base_model().model.layers[0]  # type: ignore[operator,union-attr,no-any-return,index]
-
-
-def run_out(
-    trainer: AxolotlGRPOTrainer, where: str, *passes: int, make: Callable[[str], Exception] = torch.OutOfMemoryError
-) -> list[int]:
-    """Memory runs out in these passes, counted from 1; returns the list of how many completions each pass has.
-
-    In a backward pass the layers above the first one have added their gradients by then.
-    """
-    sizes: list[int] = []
-
-    def forward(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-        sizes.append(len(inputs[0]))
-        if where == "forward" and len(sizes) in passes:
-            raise make(ALLOCATION)
-
-    def backward(module: nn.Module, gradients: Any) -> None:
-        if where == "backward" and len(sizes) in passes:
-            raise make(ALLOCATION)
-
-    first_layer(trainer).register_forward_pre_hook(forward)
-    first_layer(trainer).register_full_backward_pre_hook(backward)
-    return sizes
 
 
 @pytest.mark.parametrize("loss_type", LOSSES)

@@ -75,6 +75,16 @@ def test_one_such_step_is_as_if_it_had_taught_nothing(
     assert not (project / "skipped" / "nonfinite").exists(), "it is the run's own"
 
 
+def test_completions_have_failed_when_none_of_their_steps_was_taken(train: Any, project: Path) -> None:
+    """Two rollouts of two steps each. Those of the first one count with the second of its steps."""
+    assert train("repeated", [0], 3e38, "--trl.num_iterations", "2") == 0
+    lines = journal(project / "repeated")
+    assert [line["ledger"]["failed"] for line in lines] == [0, 4, 0, 0]
+    assert [line["ledger"]["trained"] for line in lines] == [0, 0, 0, 4]
+    weights = [line["weights"] for line in lines]
+    assert weights[0] == weights[1] and len({*weights}) == 3
+
+
 def test_three_in_a_row_end_the_run_with_finite_weights(
     train: Any, project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

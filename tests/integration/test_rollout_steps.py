@@ -20,6 +20,7 @@ from axolotl.core.trainers.grpo.rollout.replay import ReplayBuffer, ReplaySpec
 from axolotl.core.trainers.grpo.rollout.reroll import RerollQueue, RerollSpec
 from axolotl.core.trainers.grpo.span import Span
 from axolotl.core.trainers.grpo.trainer import AxolotlGRPOTrainer
+from tests.support.out_of_memory import run_out
 from tests.support.project import make_project, metrics
 from tests.support.recorded import (
     GROUP_SIZE,
@@ -84,6 +85,23 @@ def require_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]
 
 def background(depth: int) -> Any:
     return lambda maker: BackgroundProducer(maker.make, depth=depth)
+
+
+@pytest.mark.parametrize("step", [{}, STREAMING], ids=["whole", "streaming"])
+@pytest.mark.parametrize("number", [2, 4, 8], ids=["first step", "log-probs for later", "second step"])
+def test_memory_may_run_out_in_any_pass(tmp_path: Path, tiny_model: Path, step: dict[str, Any], number: int) -> None:
+    """A rollout's first step has two passes a slice, of which those of the first slice train."""
+    recording = record(eos=2)
+    parts = {"step": step, "make_producer": background(0)} if step else {}
+    whole, logged = trained(make_trainer(tmp_path / "whole", tiny_model, recording, **parts))
+    trainer = make_trainer(tmp_path / "again", tiny_model, recording, **parts)
+    sizes = run_out(trainer, "forward", number)
+    again, logged_again = trained(trainer)
+    assert sizes.count(4) == number and {*sizes[number:]} == {2}
+    require_equal(again, whole)
+    for ours, theirs in zip(logged_again, logged, strict=True):
+        for name in ("loss", "grad_norm", "reward", "ledger/trained"):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-7), name
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dapo"])
