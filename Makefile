@@ -122,7 +122,7 @@ fuzz: $(STAMPS)/base ## 5,000 requests that are almost right, to one server; the
 soak: $(STAMPS)/base ## 500 syncs to one server, 2,000 steps of one run, watched from outside; the last line is the verdict
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.campaigns.soak $(SOAK)
 
-chaos: $(STAMPS)/vllm ## kill a run's server 20 times, 5 times with vLLM, and runs 84 times; the last line is the count survived
+chaos: $(STAMPS)/vllm ## kill a run's server 20 times, 5 times with vLLM, and runs 111 times; the last line is the count survived
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.campaigns.chaos $(CHAOS)
 
 check: lint types test-fast docs-check ## what a change must pass before it is pushed (pre-commit runs lint and types)

@@ -46,7 +46,7 @@ KILLS = [
     Kill("async", point="gen.partial", nth=9),
     Kill("async", point="ckpt.before_rename", nth=2),
     Kill("in turn", point="step.after_opt", nth=5),
-    Kill("in turn", point="sync.after_post", nth=4),
+    Kill("iterated", point="step.after_journal", nth=5),
     Kill("async", share=0.7),
 ]
 
