@@ -193,6 +193,23 @@ def test_versions_do_not_mix_in_one_batch_nor_in_the_prefix_cache(
                 assert completion.logprobs == pytest.approx(expected, abs=1e-3)
 
 
+def test_the_base_model_has_no_adapter_in_a_batch_with_others_while_every_slot_is_taken(
+    clean: RunningEngine, tiny_adapters: tuple[Path, Path], base: torch.nn.Module
+) -> None:
+    for version in (1, 2, 3):
+        load(clean, version, tiny_adapters[version % 2])
+
+    async def all_at_once() -> list[list[Group]]:
+        sampling = Sampling(n=2, max_tokens=6)
+        return await asyncio.gather(
+            *(all_groups(clean.engine.generate([LONG_PROMPT], sampling, [[1, 2]], version)) for version in (0, 1, 2, 3))
+        )
+
+    for completion in clean.loop.run(all_at_once())[0][0].completions:
+        expected = reference_logprobs(base, LONG_PROMPT, completion.ids)
+        assert completion.logprobs == pytest.approx(expected, abs=1e-3)
+
+
 def test_a_full_engine_refuses_another_version_until_one_is_unloaded(
     clean: RunningEngine, tiny_model: Path, tiny_adapters: tuple[Path, Path]
 ) -> None:

@@ -64,14 +64,21 @@ def engine_arguments(settings: EngineSettings, model_directory: str) -> dict[str
         arguments |= {
             "enable_lora": True,
             "max_lora_rank": lora_rank(settings.max_lora_rank),
-            "max_loras": settings.max_loras,
-            "max_cpu_loras": settings.max_loras,
+            "max_loras": _num_slots(settings),
+            "max_cpu_loras": _num_slots(settings),
         }
     if settings.weight_transfer:
         arguments["weight_transfer_config"] = {"backend": "nccl"}
     if settings.device == "cpu":
         arguments |= cpu_arguments(settings)
     return arguments
+
+
+def _num_slots(settings: EngineSettings) -> int:
+    """vLLM's adapter slots. Its kernels on a CPU index the slots with -1 for rows without an adapter, where a batch has
+    others too: the base model would answer with the adapter in the last slot. The lowest free slot is taken first, so
+    that one more than is ever used stays empty, which is all zeros."""
+    return settings.max_loras + 1 if settings.device == "cpu" else settings.max_loras
 
 
 def cpu_arguments(settings: EngineSettings) -> dict[str, Any]:

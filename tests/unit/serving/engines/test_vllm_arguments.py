@@ -71,6 +71,11 @@ def test_a_gpu_keeps_vllms_own_scheduling() -> None:
     assert not {"enable_chunked_prefill", "max_num_batched_tokens", "block_size"} & set(engine_arguments(GPU, "m"))
 
 
+def test_a_slot_stays_empty_on_a_cpu() -> None:
+    arguments = engine_arguments(CPU, "m")
+    assert (arguments["max_loras"], arguments["max_cpu_loras"]) == (CPU.max_loras + 1, CPU.max_loras + 1)
+
+
 @pytest.mark.parametrize(("max_model_len", "step_tokens"), [(256, 4096), (8192, 8192)])
 def test_a_cpu_prefills_prompts_in_one_piece(max_model_len: int, step_tokens: int) -> None:
     arguments = engine_arguments(dataclasses.replace(CPU, max_model_len=max_model_len), "m")
