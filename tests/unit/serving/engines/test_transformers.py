@@ -174,6 +174,7 @@ def test_a_queued_request_that_nobody_waits_for_is_never_begun() -> None:
         queued = asyncio.ensure_future(all_groups(engine.generate(PROMPTS, Sampling(max_tokens=9), [[1], [2]], 0)))
         assert await asyncio.to_thread(gate.reached.wait, DEADLINE_S)
         queued.cancel()
+        await asyncio.wait([queued], timeout=DEADLINE_S)
         gate.open()
         await running
         await engine.score(PROMPTS[:1], TOKENS[:1], 1.0, 0)
