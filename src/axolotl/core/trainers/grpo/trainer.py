@@ -22,7 +22,6 @@ from transformers import PreTrainedModel, TrainerState
 from trl import GRPOTrainer  # type: ignore[attr-defined]
 
 from axolotl import failpoints
-from axolotl.core.run.checkpoints.ranks import Ranks
 from axolotl.core.run.checkpoints.store import CheckpointStore
 from axolotl.core.trainers.grpo.algo.importance import (
     Importance,
@@ -34,7 +33,6 @@ from axolotl.core.trainers.grpo.algo.importance import (
 from axolotl.core.trainers.grpo.algo.logprobs import token_logps_and_entropies
 from axolotl.core.trainers.grpo.algo.shares import TOKEN_TOTAL_LOSSES
 from axolotl.core.trainers.grpo.algo.stored_logps import stored_policy_logps
-from axolotl.core.trainers.grpo.distributed import sum_over_ranks
 from axolotl.core.trainers.grpo.metrics import off_policy_metrics, sampling_metrics
 from axolotl.core.trainers.grpo.microbatch import MicroBatch
 from axolotl.core.trainers.grpo.pipeline import RolloutPipeline, StepResult
@@ -82,6 +80,7 @@ class AxolotlGRPOTrainer(GRPOTrainer):
         self.use_vllm = importance is not None
         self.vllm_importance_sampling_correction = importance is not None
         self._forward: Forward | None = None
+        self._num_weighted = 0
         self._weighted: list[WeightSample] = []
         self._left_out: list[torch.Tensor] = []
         self._off_policy: list[torch.Tensor] = []
@@ -125,14 +124,17 @@ class AxolotlGRPOTrainer(GRPOTrainer):
         self._record(result, "train")
         self.last_step = (result, float(total))
         self._tell_bias(result.scored.batch)
-        if not bool(total.isfinite()):
+        self.pipeline.world.together(partial(self._require_finite, total))
+        self._metrics["train"]["step_time"].append(time.perf_counter() - started)
+        return total
+
+    def _require_finite(self, loss: torch.Tensor) -> None:
+        if not bool(loss.isfinite()):
             raise NumericError(
-                f"the loss of step {self.state.global_step + 1} is not finite ({total.item()})",
+                f"the loss of step {self.state.global_step + 1} is not finite ({loss.item()})",
                 why="the weights are still those of the step before",
                 do="lower learning_rate, check the rewards' size, and go on with --resume",
             )
-        self._metrics["train"]["step_time"].append(time.perf_counter() - started)
-        return total
 
     def _run(self, model: torch.nn.Module, micro_batch: MicroBatch) -> torch.Tensor:
         with self.compute_loss_context_manager():
@@ -143,6 +145,7 @@ class AxolotlGRPOTrainer(GRPOTrainer):
     def _loss(self, model: torch.nn.Module, micro_batch: MicroBatch) -> torch.Tensor:
         """TRL's loss of one micro-batch, weighted so that the micro-batches of a step add up to the step's loss."""
         inputs = dict(micro_batch.inputs)
+        self._num_weighted = len(micro_batch.rows)
         if self.beta != 0.0:
             inputs["ref_per_token_logps"] = self._reference_logps(inputs)
         # TRL divides by the accumulation steps; 1/share makes that a multiplication with the share.
@@ -242,11 +245,14 @@ class AxolotlGRPOTrainer(GRPOTrainer):
         metrics = self._metrics[mode]
         for name, value in step.metrics.items():
             metrics[name].append(value)
-        for name, values in step.scored.result.metrics.items():
-            metrics[name].extend(values)
+        world = self.pipeline.world
+        for logged in world.gather(step.scored.result.metrics):
+            for name, values in logged.items():
+                metrics[name].extend(values)
         if mode == "train":
             batch = step.scored.batch
-            self.state.num_input_tokens_seen += int(batch.prompt_mask.sum() + batch.completion_mask.sum())
+            num_tokens = world.total(float(batch.prompt_mask.sum() + batch.completion_mask.sum()))
+            self.state.num_input_tokens_seen += int(num_tokens)
         metrics["num_tokens"] = [float(self.state.num_input_tokens_seen)]
         self._record_completions(step)
 
@@ -270,9 +276,9 @@ class AxolotlGRPOTrainer(GRPOTrainer):
             is_left_out |= result.is_left_out.cpu()
         if self.off_policy_mask_threshold is not None:
             is_dropped = ~self._off_policy_kept(inputs, logps).cpu()
-            self._off_policy.append(is_dropped)
+            self._off_policy.append(is_dropped[: self._num_weighted])
             is_left_out |= is_dropped
-        self._left_out.append(is_left_out)
+        self._left_out.append(is_left_out[: self._num_weighted])
 
     def _off_policy_kept(self, inputs: Inputs, logps: torch.Tensor) -> torch.Tensor:
         """`[n]`: which completions the off-policy mask keeps, by TRL's own rule on what its loss will see."""
@@ -291,10 +297,11 @@ class AxolotlGRPOTrainer(GRPOTrainer):
         """Log what was remembered, over the whole step. Returns which completions had no part in the policy's loss, in
         the order of the micro-batches."""
         metrics: dict[str, float] = {}
+        world = self.pipeline.world
         if self._weighted:
-            metrics |= sampling_metrics(WeightSample.joined(self._weighted))
+            metrics |= sampling_metrics(WeightSample.joined(world.gather(WeightSample.joined(self._weighted))))
         if self._off_policy:
-            metrics |= off_policy_metrics(torch.cat(self._off_policy))
+            metrics |= off_policy_metrics(torch.cat(world.gather(torch.cat(self._off_policy))))
         for name, value in metrics.items():
             self._metrics[mode][name].append(value)
         is_left_out = torch.cat(self._left_out) if self._left_out else torch.zeros(0, dtype=torch.bool)
@@ -309,7 +316,7 @@ class AxolotlGRPOTrainer(GRPOTrainer):
         mean = torch.cat(self._ratios).mean().item()
         self._ratios.clear()
         self._is_bias_told = True
-        if batch.is_renormalised:
+        if batch.is_renormalised and self.pipeline.world.is_main:
             print(
                 "warning: options of sampling (top_p, top_k, min_p, a regular expression, others that forbid tokens) "
                 "cut the distribution, and the server does not say what they kept: the mean importance ratio is "
@@ -328,7 +335,7 @@ class AxolotlGRPOTrainer(GRPOTrainer):
         # Weights that are not finite must never become what a run goes on from.
         require_finite_weights(self.policy(), self.state.global_step)
         save = super()._save_checkpoint
-        ranks = Ranks(self.is_world_process_zero(), partial(sum_over_ranks, self.accelerator))
+        ranks = self.pipeline.world
 
         def write(staged: Path) -> None:
             self._staging = staged.parent

@@ -30,6 +30,11 @@ class AdvantageSpec:
     aggregation: Aggregation = "sum_then_normalize"
     scale: Scale = "group"
 
+    @property
+    def needs_all(self) -> bool:
+        """Whether a group's advantages depend on the other groups of the step."""
+        return self.scale == "batch" or self.aggregation == "normalize_then_sum"
+
 
 @dataclass(frozen=True)
 class Advantages:
@@ -40,6 +45,12 @@ class Advantages:
     rewards: torch.Tensor
     has_signal: torch.Tensor
     is_unscorable: torch.Tensor
+
+    def part(self, start: int, count: int) -> Advantages:
+        """Those of `count` completions, whole groups, from `start` on."""
+        size = len(self.values) // len(self.has_signal)
+        own, groups = slice(start, start + count), slice(start // size, (start + count) // size)
+        return Advantages(self.values[own], self.rewards[own], self.has_signal[groups], self.is_unscorable[own])
 
 
 def join_advantages(parts: Sequence[Advantages]) -> Advantages:
