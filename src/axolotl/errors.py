@@ -135,8 +135,22 @@ class MemoryFault(AxolotlError):
 
 
 class PeerError(AxolotlError):
+    """exit_code_there: what the process that failed exits with, None where it is not known."""
+
     exit_code = 11
     default_code = "E-PEER-01"
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        code: str | None = None,
+        why: str = "",
+        do: str = "",
+        exit_code_there: int | None = None,
+    ) -> None:
+        super().__init__(what, code=code, why=why, do=do)
+        self.exit_code_there = exit_code_there
 
 
 class StallError(AxolotlError):

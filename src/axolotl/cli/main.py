@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import fire
@@ -88,7 +90,8 @@ def _train(invocation: Invocation) -> None:
 
     resume = invocation.flag("resume") or loaded.config.resume_from_checkpoint or False
     flags = train.TrainFlags(resume=resume, overwrite=bool(invocation.flag("overwrite")))
-    with recorded_in(Path(loaded.config.output_dir)):
+    is_main = os.environ.get("RANK", "0") == "0"
+    with recorded_in(Path(loaded.config.output_dir)) if is_main else nullcontext():
         train.run(loaded, flags)
 
 

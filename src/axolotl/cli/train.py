@@ -8,8 +8,9 @@ import os
 import sys
 import uuid
 import warnings
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,16 +19,20 @@ from axolotl.cli.config import LoadedConfig, dump_config
 from axolotl.cli.resume import check_data, find_checkpoint, is_best_forgotten, resume_wanted, run_record
 from axolotl.core.run.checkpoints.lock import run_lock
 from axolotl.core.run.checkpoints.store import CheckpointStore
-from axolotl.errors import Interrupted, ServerError, SyncError
+from axolotl.errors import ConfigError, DataError, Interrupted, PeerError, ServerError, SyncError
 from axolotl.serving.client import ServerClient
 from axolotl.serving.link import ServerLink
 from axolotl.utils.schemas.config import AxolotlConfig
 from axolotl.utils.schemas.plan import server_url, sync_dir, uses_server, versions_alive
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from axolotl.core.run.output_dir import OutputDir
     from axolotl.core.run.signals import StopRequest
     from axolotl.core.trainers.grpo.assembly import Parts
+    from axolotl.core.trainers.grpo.distributed import World
+    from axolotl.core.trainers.grpo.rewards.function import RewardFunction
     from axolotl.core.trainers.grpo.trainer import AxolotlGRPOTrainer
     from axolotl.data.prompts import PromptData
     from axolotl.serving.fingerprint import HasVocab
@@ -36,6 +41,9 @@ if TYPE_CHECKING:
 
 # A server that starts says nothing before its libraries are imported, which takes a while on a busy machine.
 START_SILENCE_S = 60.0
+
+# How long one process of a run waits for another by default.
+DEFAULT_RANK_TIMEOUT_S = 1800.0
 
 _GO_ON = "run the same command with --resume to go on"
 
@@ -57,32 +65,42 @@ def run(loaded: LoadedConfig, flags: TrainFlags) -> None:
     failpoints.arm(os.environ)
     failpoints.point("cfg.loaded")
     _prepare_environment(loaded.config)
-    from axolotl.core.run.faults import named_faults
-    from axolotl.core.run.output_dir import RESOLVED_CONFIG, OutputDir
-    from axolotl.core.run.resumed import FollowConfig
-    from axolotl.core.run.signals import StopRequest, exit_on_sigterm
+    from axolotl.core.run.signals import exit_on_sigterm
+    from axolotl.core.trainers.grpo.distributed import open_world
 
-    config = loaded.config
-    resume = resume_wanted(config, resume=flags.resume, overwrite=flags.overwrite)
+    resume = resume_wanted(loaded.config, resume=flags.resume, overwrite=flags.overwrite)
+    if resume and int(os.environ.get("WORLD_SIZE") or 1) > 1:
+        raise ConfigError(
+            "--resume is not available yet where several processes train together",
+            do="start one process, without a launcher, or start over with --overwrite",
+        )
     with ExitStack() as stack:
         stack.enter_context(exit_on_sigterm())
-        is_main = os.environ.get("RANK", "0") == "0"
-        stack.enter_context(run_lock(Path(config.output_dir)) if is_main else nullcontext())
-        output = OutputDir.open(Path(config.output_dir), overwrite=flags.overwrite, resume=bool(resume))
-        for line in CheckpointStore(output.path).recover() if is_main else ():
-            _say(line)
-        checkpoint = find_checkpoint(config, resume)
-        resolved = output.file(RESOLVED_CONFIG)
-        resolved.write_text(dump_config(config))
-        # The server loads while the data is prepared here.
-        server = _start_managed_server(loaded, output, _share_gpus(config), stack)
-        stack.enter_context(named_faults(output.path))
+        gpus = _share_gpus(loaded.config)
+        world = stack.enter_context(open_world(float(loaded.config.ddp_timeout or DEFAULT_RANK_TIMEOUT_S)))
+        with world.telling():
+            _run(loaded, flags, resume, world, gpus, stack)
+
+
+def _run(
+    loaded: LoadedConfig, flags: TrainFlags, resume: bool | str, world: World, gpus: str | None, stack: ExitStack
+) -> None:
+    from axolotl.core.run.faults import named_faults
+    from axolotl.core.run.resumed import FollowConfig
+    from axolotl.core.run.signals import StopRequest
+
+    config = loaded.config
+    output = _open_output(config, flags, resume, world, stack)
+    checkpoint = world.first(lambda: find_checkpoint(config, resume))
+    # The server loads while the data is prepared here.
+    server = world.together(partial(_start_managed_server, loaded, output, gpus, stack) if world.is_main else _nothing)
+    with named_faults(output.path):
         stop = StopRequest()
-        parts = _prepare(loaded, server, stop, stack)
+        parts = _prepare(loaded, server, stop, world, stack)
         data = parts.prompts.train.digest()
         if checkpoint is not None:
-            check_data(checkpoint, config, data)
-        trainer = _build(parts, output)
+            world.together(lambda: check_data(checkpoint, config, data))
+        trainer = world.together(lambda: _build(parts, output))
         # Before the client goes, whatever ends the run: its thread asks the server.
         stack.callback(trainer.pipeline.producer.close)
         trainer.checkpoints = _store(config, output, data)
@@ -90,6 +108,25 @@ def run(loaded: LoadedConfig, flags: TrainFlags) -> None:
             trainer.add_callback(FollowConfig(is_best_forgotten=is_best_forgotten(checkpoint, config)))
         _train(trainer, output, checkpoint, stop)
         _finish(trainer, output, config)
+
+
+def _open_output(
+    config: AxolotlConfig, flags: TrainFlags, resume: bool | str, world: World, stack: ExitStack
+) -> OutputDir:
+    """The main process holds the lock and writes the files that all share."""
+    from axolotl.core.run.output_dir import RESOLVED_CONFIG, OutputDir
+
+    path = Path(config.output_dir)
+
+    def open_it() -> OutputDir:
+        stack.enter_context(run_lock(path))
+        output = OutputDir.open(path, overwrite=flags.overwrite, resume=bool(resume))
+        for line in CheckpointStore(output.path).recover():
+            _say(line)
+        output.file(RESOLVED_CONFIG).write_text(dump_config(config))
+        return output
+
+    return world.together(open_it if world.is_main else lambda: OutputDir.shared(path))
 
 
 def _store(config: AxolotlConfig, output: OutputDir, data: str) -> CheckpointStore:
@@ -123,12 +160,18 @@ def _share_gpus(config: AxolotlConfig) -> str | None:
 
     is_managed = uses_server(config) and config.vllm.managed
     num_for_server = config.vllm.tensor_parallel_size * config.vllm.data_parallel_size if is_managed else 0
-    plan = plan_gpus(visible_gpus(), num_for_server=num_for_server)
+    plan = plan_gpus(
+        visible_gpus(), num_for_server=num_for_server, num_ranks=int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    )
     if plan.note:
         _say(plan.note)
     if plan.trainer is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = plan.trainer
     return plan.server
+
+
+def _nothing() -> None:
+    return None
 
 
 def _start_managed_server(
@@ -158,7 +201,9 @@ def _start_managed_server(
     )
 
 
-def _prepare(loaded: LoadedConfig, server: ManagedServer | None, stop: StopRequest, stack: ExitStack) -> Parts:
+def _prepare(
+    loaded: LoadedConfig, server: ManagedServer | None, stop: StopRequest, world: World, stack: ExitStack
+) -> Parts:
     """Everything that can fail for a reason of the user's, cheapest first: data, rewards, server; the model last."""
     from axolotl.core.trainers.grpo.assembly import Parts, build_sampler
     from axolotl.core.trainers.grpo.rewards.inline import InlineRewards
@@ -170,23 +215,41 @@ def _prepare(loaded: LoadedConfig, server: ManagedServer | None, stop: StopReque
     from axolotl.loaders.tokenizer import load_tokenizer, tokenizer_notes
 
     config, base_dir = loaded.config, loaded.path.resolve().parent
-    functions = load_rewards(config, base_dir)
-    tokenizer = load_tokenizer(config, base_dir)
-    prompts = prepare_prompts(config, tokenizer, base_dir)
-    check_columns(functions, prompts.train.columns)
-    sampler = build_sampler(config, len(prompts.train))
+
+    def read() -> tuple[tuple[RewardFunction, ...], PreTrainedTokenizerBase, PromptData]:
+        functions = load_rewards(config, base_dir)
+        tokenizer = load_tokenizer(config, base_dir)
+        prompts = prepare_prompts(config, tokenizer, base_dir)
+        check_columns(functions, prompts.train.columns)
+        return functions, tokenizer, prompts
+
+    functions, tokenizer, prompts = world.together(read)
+    _require_same_data(prompts, world)
+    sampler = build_sampler(config, len(prompts.train), world)
     for note in (*reward_notes(functions), *tokenizer_notes(config, tokenizer), *prompts.notes):
         _say(note)
     if sampler.left_out:
         _say(f"{sampler.left_out} of {sampler.num_prompts} prompts do not fill a step; each epoch leaves out others")
-    link = _connect(config, prompts, tokenizer, server, stop, stack) if uses_server(config) else None
+    link = _connect(config, prompts, tokenizer, server, stop, world, stack) if uses_server(config) else None
     device = pick_device()
     precision = resolve_precision(config, device)
     if precision.note:
         _say(precision.note)
     for note in pipeline_notes(config):
         _say(note)
-    return Parts(config, tokenizer, prompts, InlineRewards(functions), device, precision, link, stop.interruptible)
+    rewards = InlineRewards(functions)
+    return Parts(config, tokenizer, prompts, rewards, device, precision, link, stop.interruptible, world)
+
+
+def _require_same_data(prompts: PromptData, world: World) -> None:
+    """Ranks that see other rows would take each other's prompts, or different numbers of steps."""
+    if len(set(world.gather(prompts.train.digest()))) > 1:
+        raise DataError(
+            "the processes of the run do not read the same prompts",
+            code="E-DAT-15",
+            why="their data sets differ in rows, or in how a transform made prompts of them",
+            do="give every process the same files, and let transforms use no randomness of their own",
+        )
 
 
 def _connect(
@@ -195,9 +258,31 @@ def _connect(
     tokenizer: HasVocab,
     server: ManagedServer | None,
     stop: StopRequest,
+    world: World,
     stack: ExitStack,
 ) -> ServerLink:
-    """Wait for the server, check that it serves our base model and means the same by a token, and claim it."""
+    """Wait for the server, check that it serves our base model and means the same by a token, and claim it.
+
+    The main process does so; the others work under its claim.
+    """
+    claimed: list[ServerLink] = []
+
+    def claim() -> str:
+        claimed.append(_claim(config, prompts, tokenizer, server, stop, stack))
+        return claimed[0].directory.name
+
+    run_id = world.first(claim)
+    return world.together(lambda: claimed[0] if claimed else _join(config, run_id, tokenizer, stop, stack))
+
+
+def _claim(
+    config: AxolotlConfig,
+    prompts: PromptData,
+    tokenizer: HasVocab,
+    server: ManagedServer | None,
+    stop: StopRequest,
+    stack: ExitStack,
+) -> ServerLink:
     from axolotl.core.trainers.grpo.specs import sampling
     from axolotl.data.prompts import check_room
     from axolotl.serving.fingerprint import fingerprint
@@ -218,6 +303,20 @@ def _connect(
     _check_rank(config, info.max_lora_rank)
     _check_versions(config, info.max_versions)
     _say(f"generating with the {info.engine} engine at {client.url} ({info.dtype}, instance {info.instance_id})")
+    return ServerLink(client, sync_dir(config) / "adapters" / run_id)
+
+
+def _join(config: AxolotlConfig, run_id: str, tokenizer: HasVocab, stop: StopRequest, stack: ExitStack) -> ServerLink:
+    """The server that the main process has claimed as `run_id`."""
+    from axolotl.serving.fingerprint import fingerprint
+
+    timeout = _server_timeout(config)
+    client = stack.enter_context(
+        ServerClient(server_url(config), sync_dir(config), timeout, say=_say, waiting=stop.interruptible)
+    )
+    client.wait_ready(_say)
+    ours = fingerprint(config.base_model, config.revision_of_model, bool(config.trust_remote_code), tokenizer)
+    client.join(run_id, ours)
     return ServerLink(client, sync_dir(config) / "adapters" / run_id)
 
 
@@ -259,15 +358,18 @@ def _build(parts: Parts, output: OutputDir) -> AxolotlGRPOTrainer:
     from axolotl.core.run.step_record import step_record
 
     trainer = HFRLTrainerBuilder(parts).build()
-    for callback in (
-        MetricsFile(output.file("metrics.jsonl")),
-        JournalFile(output.file(JOURNAL), lambda: step_record(trainer)),
-        Progress(),
-        NoteWrittenFiles(output),
+    is_main = parts.world.is_main
+    callbacks = (
+        MetricsFile(output.file("metrics.jsonl")) if is_main else None,
+        JournalFile(output.file(JOURNAL) if is_main else None, lambda: step_record(trainer)),
+        Progress() if is_main else None,
+        NoteWrittenFiles(output) if is_main else None,
         RequireBestMetric(),
         StepPoints(),
-    ):
-        trainer.add_callback(callback)
+    )
+    for callback in callbacks:
+        if callback is not None:
+            trainer.add_callback(callback)
     return trainer
 
 
@@ -285,7 +387,7 @@ def _train(trainer: AxolotlGRPOTrainer, output: OutputDir, checkpoint: Path | No
         return
     if checkpoint is not None:
         resume_rollouts(trainer, checkpoint)
-    trainer.add_callback(StopAtBoundary(stop))
+    trainer.add_callback(StopAtBoundary(stop, trainer.pipeline.world.largest))
     try:
         with stop.listening(), emergency_checkpoint(trainer, output.path, is_urgent=lambda: stop.is_urgent):
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
@@ -334,10 +436,10 @@ def _finish(trainer: AxolotlGRPOTrainer, output: OutputDir, config: AxolotlConfi
         # Whoever asks the server after the run gets the policy that was saved. The run itself needs it no more.
         try:
             trainer.pipeline.catch_up(trainer.state.global_step)
-        except (ServerError, SyncError) as error:
+        except (ServerError, SyncError, PeerError) as error:
             _say(f"warning: the server does not have the last policy ({error.what}); it is saved all the same")
     trainer.pipeline.close()
-    output.file(LAST_ERROR).unlink(missing_ok=True)
+    trainer.pipeline.world.alone(lambda: output.file(LAST_ERROR).unlink(missing_ok=True))
     what = "adapter" if config.adapter else "model"
     _say(
         f"done: {trainer.state.global_step} steps; {what} in {output.path}, metrics in {output.path / 'metrics.jsonl'}"
@@ -345,4 +447,7 @@ def _finish(trainer: AxolotlGRPOTrainer, output: OutputDir, config: AxolotlConfi
 
 
 def _say(line: str) -> None:
+    """Once for all processes of a run."""
+    if os.environ.get("RANK", "0") != "0":
+        return
     print(line, file=sys.stderr, flush=True)

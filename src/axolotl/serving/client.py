@@ -185,6 +185,21 @@ class ServerClient:
         self._lease_s = response.lease_s
         return response
 
+    def join(self, run_id: str, fingerprint: Fingerprint) -> None:
+        """Work for a run whose claim another process keeps: nothing is claimed, pushed or released from here.
+
+        A server that was lost is waited for until that process has given it the claim and the versions again.
+        """
+        self._holding.join(
+            SessionRequest(
+                run_id=run_id,
+                host=socket.gethostname(),
+                pid=os.getpid(),
+                namespace=own_namespace(),
+                fingerprint=fingerprint,
+            )
+        )
+
     @contextmanager
     def renewing(self) -> Iterator[None]:
         """Keep the claim alive during the block. When another run has taken the server all the same, the next call
@@ -200,7 +215,7 @@ class ServerClient:
     def release(self) -> None:
         """Give the server back. Does nothing without a claim; a server that is gone is released already."""
         claimed, self._holding.claimed = self._holding.claimed, None
-        if claimed is None:
+        if claimed is None or self._holding.is_guest:
             return
         body = claimed.model_copy(update={"action": "release", "sampling": None})
         with suppress(Lost, AxolotlError):

@@ -47,6 +47,7 @@ class Holding:
 
     A call that waits behind others on the server may take as long as the server is at work, see `_post`.
 
+    is_guest: another process of the run has the claim and pushes.
     info: what the server said of itself last. instances: every process that has been made to serve this run.
     on_claimed_again: called when a server that had forgotten this run is claimed, before it gets its versions again.
     on_restored: called when it has them, before anything is asked of it. publish: writes the files of a version that
@@ -57,6 +58,7 @@ class Holding:
         self._transport = transport
         self._ticker = ticker
         self._is_whole = True
+        self.is_guest = False
         self.info: ServerInfo | None = None
         self.instances: frozenset[str] = frozenset()
         self.claimed: SessionRequest | None = None
@@ -75,6 +77,9 @@ class Holding:
         """It is ready, and nothing has to be put back."""
         self.info = info
         self.instances |= {info.instance_id}
+
+    def join(self, request: SessionRequest) -> None:
+        self.claimed, self.is_guest = request, True
 
     def claim(self, request: SessionRequest, patience: Patience) -> SessionResponse:
         """Raises `ConfigError` for a sampling option that the engine does not support."""
@@ -133,7 +138,7 @@ class Holding:
         """
         if self.claimed is None:
             return error
-        if error.code == "E-SRV-13" and version is not None and self.holds(version):
+        if error.code == "E-SRV-13" and version is not None and (self.is_guest or self.holds(version)):
             return Lost(f"says: {error.what}")
         if error.code == "E-SRV-06" and ask_info(self._transport).run_id is None:
             return Lost("has forgotten this run")
@@ -154,7 +159,12 @@ class Holding:
                 why="differing: " + "; ".join(unequal) + " (now vs before)",
                 do="start it with the config that is being trained, then rerun train with --resume",
             )
+        if self.is_guest and self.claimed is not None and now.run_id != self.claimed.run_id:
+            raise Lost("has forgotten this run, whose first process has to claim it again")
         self.info = now
+        if self.is_guest:
+            self.met(now)
+            return False
         is_forgotten = self.claimed is not None and not self._remembers(before, now, self.claimed)
         if self.claimed is not None and is_forgotten:
             self._is_whole = False

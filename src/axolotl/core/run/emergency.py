@@ -15,7 +15,7 @@ import torch
 
 from axolotl.core.run.checkpoints.manifest import verify
 from axolotl.core.run.faults import kept
-from axolotl.errors import ConfigError, Interrupted, ServerError, StorageError, SyncError
+from axolotl.errors import AxolotlError, ConfigError, Interrupted, PeerError, ServerError, StorageError, SyncError
 
 if TYPE_CHECKING:
     from axolotl.core.trainers.grpo.trainer import AxolotlGRPOTrainer
@@ -33,12 +33,20 @@ def emergency_checkpoint(
     """
     try:
         yield
-    except (ServerError, SyncError, StorageError, ConfigError, Interrupted) as fault:
-        problem = None if is_urgent() else _save(trainer, output_dir)
+    except (ServerError, SyncError, StorageError, ConfigError, Interrupted, PeerError) as fault:
+        # With several processes saving is collective: all of them have to have ended here.
+        can_save = not is_urgent() and trainer.pipeline.world.may_save(fault) and _leaves_policy(fault)
+        problem = _save(trainer, output_dir) if can_save else None
         if problem is not None:
             fault.details += (f"the checkpoint of step {trainer.state.global_step} could not be saved: {problem}",)
         fault.saved = kept(output_dir)
         raise
+
+
+def _leaves_policy(fault: AxolotlError) -> bool:
+    """Whether the fault, here or where it happened, is one of those that are no fault of the policy's."""
+    kinds = {kind.exit_code for kind in (ServerError, SyncError, StorageError, ConfigError)}
+    return not isinstance(fault, PeerError) or fault.exit_code_there in kinds
 
 
 def _save(trainer: AxolotlGRPOTrainer, output_dir: Path) -> Exception | None:

@@ -145,28 +145,27 @@ class Journal:
 class JournalFile(TrainerCallback):
     """Adds a line at the end of every optimizer step, before a checkpoint of that step is saved.
 
-    record: what the step that just ended did; called on the main thread.
+    path: None on the ranks that only contribute to the record. record: what the step that just ended did; collective,
+    called on the main thread.
     """
 
-    def __init__(self, path: Path, record: Callable[[], StepRecord]) -> None:
-        self._journal = Journal(path)
+    def __init__(self, path: Path | None, record: Callable[[], StepRecord]) -> None:
+        self._journal = Journal(path) if path is not None else None
         self._record = record
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        self._journal.begin(state.global_step)
+        if self._journal is not None:
+            self._journal.begin(state.global_step)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        self._journal.append(state.global_step, self._record())
+        record = self._record()
+        if self._journal is not None:
+            self._journal.append(state.global_step, record)
         point("step.after_journal")
-
-
-def journal_path(output_dir: Path, rank: int) -> Path:
-    """Every rank keeps a journal of its own prompts."""
-    return output_dir / (JOURNAL if rank == 0 else f"journal.rank-{rank}.jsonl")
 
 
 def read_journal(path: Path) -> list[dict[str, Any]]:

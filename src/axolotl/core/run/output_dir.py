@@ -52,9 +52,15 @@ _CHECKPOINT_FILE = re.compile(
 class OutputDir:
     """An output directory that remembers what it was given. Make one with `open`."""
 
-    def __init__(self, path: Path, written: set[str]) -> None:
+    def __init__(self, path: Path, written: set[str], *, is_noting: bool = True) -> None:
         self.path = path
         self._written = written
+        self._is_noting = is_noting
+
+    @classmethod
+    def shared(cls, path: Path) -> OutputDir:
+        """As another process has opened it, which keeps the notes."""
+        return cls(path, set(), is_noting=False)
 
     @classmethod
     def open(cls, path: Path, *, overwrite: bool = False, resume: bool = False) -> OutputDir:
@@ -156,6 +162,8 @@ class OutputDir:
         return {str(item.relative_to(self.path)) for item in files if item.is_file()}
 
     def _save_notes(self) -> None:
+        if not self._is_noting:
+            return
         notes = self.path / _NOTES
         notes.parent.mkdir(exist_ok=True)
         temporary = notes.with_suffix(".tmp")

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
+from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -35,7 +36,7 @@ class StopRequest:
         finally:
             self._is_listening = False
             for number, handler in previous.items():
-                signal.signal(number, handler)
+                _give_back(number, handler)
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
@@ -69,15 +70,21 @@ class StopRequest:
 
 
 class StopAtBoundary(TrainerCallback):
-    """Turns a stop request into transformers' own save and stop at the end of an optimizer step."""
+    """Turns a stop request into transformers' own save and stop at the end of an optimizer step.
 
-    def __init__(self, request: StopRequest) -> None:
+    agree: the largest of one number a rank; a signal that one of them got stops all.
+    """
+
+    def __init__(self, request: StopRequest, agree: Callable[[float], float] = float) -> None:
         self._request = request
+        self._agree = agree
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        if self._request.received is not None:
+        received = int(self._agree(self._request.received or 0))
+        if received:
+            self._request.received = received
             control.should_save = True
             control.should_training_stop = True
 
@@ -93,4 +100,10 @@ def exit_on_sigterm() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        _give_back(signal.SIGTERM, previous)
+
+
+def _give_back(number: int, handler: Any) -> None:
+    """A signal that a run with several processes ignores while it ends stays ignored until it has."""
+    if signal.getsignal(number) is not signal.SIG_IGN:
+        signal.signal(number, handler)

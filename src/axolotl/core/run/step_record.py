@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from axolotl.core.run.journal import StepRecord, group_records, weights_digest
+from axolotl.core.trainers.grpo.ledger import Counts
 from axolotl.core.trainers.grpo.open_rollout.parts import Part
 from axolotl.core.trainers.grpo.rollout.replay import rewards_of
 
@@ -13,14 +14,20 @@ if TYPE_CHECKING:
 
 
 def step_record(trainer: AxolotlGRPOTrainer) -> StepRecord:
-    """Of the last step, with the weights that it made."""
+    """Collective: of the last step over all ranks, in their order, with the weights that it made."""
     assert trainer.last_step is not None, "no step was taken"
     result, loss = trainer.last_step
-    groups = [record for part in result.parts for record in _groups(part)]
+    own = [record for part in result.parts for record in _groups(part)]
     instances = {name for part in result.parts for name in part.trained.batch.instance_ids}
-    weights = weights_digest(trainer.policy().named_parameters())
-    epoch = trainer.sampler.epoch_of(trainer.state.global_step - 1)
-    return StepRecord(epoch, loss, groups, sorted(instances), result.counts.as_dict(), weights)
+    ranks = trainer.pipeline.world.gather((own, instances, loss, result.counts))
+    return StepRecord(
+        epoch=trainer.sampler.epoch_of(trainer.state.global_step - 1),
+        loss=sum(loss for _, _, loss, _ in ranks) / len(ranks),
+        groups=[record for groups, _, _, _ in ranks for record in groups],
+        instances=sorted(set().union(*(instances for _, instances, _, _ in ranks))),
+        ledger=sum((counts for _, _, _, counts in ranks), Counts()).as_dict(),
+        weights=weights_digest(trainer.policy().named_parameters()),
+    )
 
 
 def _groups(part: Part) -> list[dict[str, Any]]:

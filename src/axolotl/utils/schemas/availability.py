@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from axolotl.utils.schemas.config import AxolotlConfig
+from axolotl.utils.schemas.plan import uses_server
 from axolotl.utils.schemas.scalars import Plain, show
 
 Command = Literal["train", "vllm-serve"]
@@ -63,6 +64,19 @@ TRAINING: tuple[Row, ...] = (
     Row("deepspeed", _set, "leave it out: training uses one device"),
 )
 
+# What several processes that train together cannot do yet.
+SEVERAL_RANKS: tuple[Row, ...] = (
+    Row("val_set_size", _set, "set 0"),
+    Row("resume_from_checkpoint", _set, "leave it out"),
+    Row("auto_resume_from_checkpoints", _set, "set false"),
+    Row("torch_compile", lambda value, _: value is True, "set false"),
+    Row("trl.log_completions", _set, "set false"),
+    Row("trl.top_entropy_quantile", lambda value, _: value not in (None, 1.0), "leave it out"),
+    Row("trl.entropy_coef", _set, "leave it out"),
+    Row("trl.sync_ref_model", _set, "set false"),
+    Row("trl.vllm_lora_sync", lambda value, config: not value and uses_server(config), "set true"),
+)
+
 SERVING: tuple[Row, ...] = ()
 
 
@@ -72,5 +86,7 @@ def not_available(config: AxolotlConfig, command: Command) -> list[str]:
     lines = [line for row in rows if (line := row.line(config)) is not None]
     world_size = os.environ.get("WORLD_SIZE", "1")
     if command == "train" and world_size not in ("", "1"):
-        lines.append(f"not available yet: WORLD_SIZE={world_size} (start one process, without a launcher)")
+        lines += [f"{line}, or start one process" for row in SEVERAL_RANKS if (line := row.line(config)) is not None]
+        if "RANK" not in os.environ:
+            lines.append(f"not available: WORLD_SIZE={world_size} without a launcher (start it with torchrun)")
     return lines

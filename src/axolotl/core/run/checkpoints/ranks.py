@@ -3,39 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
-from axolotl.errors import PeerError
+T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Ranks:
-    """is_main: whether this process writes what all share. total: the sum of one number over all processes."""
+class Ranks(Protocol):
+    """The processes of a run, as far as checkpoints need them."""
 
-    is_main: bool = True
-    total: Callable[[float], float] = float
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes what all share."""
+        ...
 
-    def together(self, action: Callable[[], None]) -> None:
-        """Run `action` here, wait for the others, and fail where any of them did.
+    def together(self, action: Callable[[], T]) -> T:
+        """Run `action` here, wait for the others, and raise where any of them failed."""
+        ...
 
-        Raises:
-            PeerError: another process failed and this one did not.
-        """
-        problem: Exception | None = None
-        try:
-            action()
-        except Exception as error:
-            problem = error
-        num_failed = self.total(0.0 if problem is None else 1.0)
-        if problem is not None:
-            raise problem
-        if num_failed:
-            raise PeerError(
-                "another process could not write its part of a checkpoint",
-                why="its own report says what stopped it",
-                do="read that report; older checkpoints are intact",
-            )
-
-    def alone(self, action: Callable[[], None]) -> None:
+    def alone(self, action: Callable[[], Any]) -> None:
         """The same for what only the main process does."""
-        self.together(action if self.is_main else lambda: None)
+        ...
+
+
+class OneRank:
+    """A run of one process."""
+
+    is_main = True
+
+    def together(self, action: Callable[[], T]) -> T:
+        return action()
+
+    def alone(self, action: Callable[[], Any]) -> None:
+        action()

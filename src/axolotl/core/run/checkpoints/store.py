@@ -21,7 +21,7 @@ from typing import Any
 
 from axolotl import failpoints
 from axolotl.core.run.checkpoints.manifest import MANIFEST, ManifestError, read_manifest, seal, sync_directory, verify
-from axolotl.core.run.checkpoints.ranks import Ranks
+from axolotl.core.run.checkpoints.ranks import OneRank, Ranks
 from axolotl.errors import StorageError
 
 RECORD = "run.json"
@@ -81,7 +81,7 @@ class CheckpointStore:
             StorageError: `E-STO-01` it cannot be written. Older checkpoints are as they were.
             PeerError: another rank could not write its part.
         """
-        ranks = ranks or Ranks()
+        ranks = ranks or OneRank()
         staged = self._output_dir / f"{_TEMPORARY}{step}" / self.path(step).name
         try:
             with _named_failures(self._output_dir, step):

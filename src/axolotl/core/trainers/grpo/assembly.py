@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -18,6 +18,7 @@ from trl import GRPOConfig  # type: ignore[attr-defined]
 from axolotl.core.trainers.grpo.algo.advantages import AdvantageSpec
 from axolotl.core.trainers.grpo.algo.shares import TOKEN_LOSSES
 from axolotl.core.trainers.grpo.args import grpo_arguments
+from axolotl.core.trainers.grpo.distributed import World
 from axolotl.core.trainers.grpo.generation.server import ServerBackend
 from axolotl.core.trainers.grpo.generation.transformers import TransformersBackend
 from axolotl.core.trainers.grpo.pipeline import RolloutPipeline
@@ -28,6 +29,7 @@ from axolotl.core.trainers.grpo.rollout.collate import collate
 from axolotl.core.trainers.grpo.rollout.making import GroupMaker
 from axolotl.core.trainers.grpo.rollout.planning import Planner, Reroll
 from axolotl.core.trainers.grpo.rollout.producer import SyncProducer
+from axolotl.core.trainers.grpo.rollout.rank_shares import rank_share
 from axolotl.core.trainers.grpo.rollout.replay import ReplayBuffer, ReplaySpec
 from axolotl.core.trainers.grpo.rollout.reroll import RerollQueue, RerollSpec, first_reroll_step, most_rerolls
 from axolotl.core.trainers.grpo.sampler import GroupSampler
@@ -45,6 +47,7 @@ from axolotl.core.trainers.grpo.weight_sync.lora_files import LoraFiles
 from axolotl.core.trainers.grpo.weight_sync.nccl import NcclSender
 from axolotl.core.trainers.grpo.weight_sync.probe import PolicyProbe, Probe
 from axolotl.core.trainers.grpo.weight_sync.proof import ProvenSync
+from axolotl.core.trainers.grpo.weight_sync.shared import SharedSync
 from axolotl.core.trainers.grpo.weight_sync.transport import choose_transport, trainer_side
 from axolotl.data.prompts import PromptData, check_room
 from axolotl.loaders.model import load_model, lora_config
@@ -65,7 +68,7 @@ class Parts:
     """What a GRPO trainer is made of.
 
     server: None when the policy generates in process. waiting: entered while the main thread waits for completions, so
-    that a signal can end the wait.
+    that a signal can end the wait. world: the processes that train together.
     """
 
     config: AxolotlConfig
@@ -76,17 +79,25 @@ class Parts:
     precision: Precision
     server: ServerLink | None
     waiting: Callable[[], AbstractContextManager[None]] = nullcontext
+    world: World = field(default_factory=World)
 
 
-def build_sampler(config: AxolotlConfig, num_prompts: int) -> GroupSampler:
+def build_sampler(config: AxolotlConfig, num_prompts: int, world: World) -> GroupSampler:
     """Raises `DataError` when the data set does not fill one step."""
-    return GroupSampler(num_prompts, batch_plan(config).prompts_per_step, seed=config.seed, span=span(config))
+    return GroupSampler(
+        num_prompts,
+        batch_plan(config).prompts_per_step,
+        seed=config.seed,
+        num_ranks=world.size,
+        rank=world.rank,
+        span=span(config),
+    )
 
 
 def assemble(parts: Parts) -> AxolotlGRPOTrainer:
     """A trainer that is ready to train."""
     config = parts.config
-    sampler = build_sampler(config, len(parts.prompts.train))
+    sampler = build_sampler(config, len(parts.prompts.train), parts.world)
     if parts.server is not None:
         _transport(parts, parts.server)  # refuses before the model is loaded
     trainer = _trl_trainer(parts, sampler)
@@ -173,10 +184,17 @@ def _num_steps(args: GRPOConfig, sampler: GroupSampler) -> int:
 def _weight_sync(parts: Parts, trainer: AxolotlGRPOTrainer) -> WeightSync:
     if parts.server is None:
         return InProcessSync(trainer.policy)
-    config, client = parts.config, parts.server.client
+    if parts.world.size == 1:
+        return _proven_sync(parts, trainer, parts.server)
+    inner = _proven_sync(parts, trainer, parts.server) if parts.world.is_main else None
+    return SharedSync(parts.world, inner, keeps_versions=parts.config.trl.vllm_lora_sync)
+
+
+def _proven_sync(parts: Parts, trainer: AxolotlGRPOTrainer, server: ServerLink) -> ProvenSync:
+    config, client = parts.config, server.client
     probe = Probe.of_prompt(parts.prompts.train[0].ids, client.info.max_model_len)
     return ProvenSync(
-        _delivery(parts, trainer, parts.server),
+        _delivery(parts, trainer, server),
         client,
         PolicyProbe(trainer.policy, probe, cast(float, config.trl.temperature)),
         tolerance=tolerance(
@@ -260,34 +278,41 @@ def _pipeline(
     num_steps = _num_steps(cast(GRPOConfig, trainer.args), sampler)
     return RolloutPipeline(
         spec=_step_spec(parts.config, trainer),
-        planner=Planner(sampler, num_steps, _reroll(parts.config, num_steps)),
+        planner=Planner(sampler, num_steps, _reroll(parts.config, num_steps, parts.world)),
         producer=_producer(parts, _maker(parts, backend, parts.prompts.train)),
-        scorer=Scorer(parts.rewards, tokenizer, spec, lambda: trainer.state),
+        scorer=Scorer(parts.rewards, tokenizer, spec, lambda: trainer.state, parts.world),
         collate=partial(collate, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id),
         sync=sync,
         accelerator=trainer.accelerator,
-        replay=_replay(parts.config, spec),
+        world=parts.world,
+        replay=_replay(parts.config, spec, parts.world),
         rows=parts.prompts.train,
     )
 
 
-def _replay(config: AxolotlConfig, spec: AdvantageSpec) -> Replay | None:
+def _replay(config: AxolotlConfig, spec: AdvantageSpec, world: World) -> Replay | None:
     """The rank's part of the replay buffer, empty; None when it is off."""
     trl = config.trl
     if not trl.replay_buffer_size:
         return None
-    buffer = ReplayBuffer(ReplaySpec(trl.replay_buffer_size, trl.replay_max_age, config.seed))
+    buffer = ReplayBuffer(
+        ReplaySpec(
+            rank_share(trl.replay_buffer_size, world.size, world.rank), trl.replay_max_age, config.seed, world.rank
+        )
+    )
     return Replay(buffer, spec, trl.replay_recompute_logps)
 
 
-def _reroll(config: AxolotlConfig, planned_steps: int) -> Reroll | None:
+def _reroll(config: AxolotlConfig, planned_steps: int, world: World) -> Reroll | None:
     """The queue of failed prompts, empty; None when it is off."""
     trl = config.trl
     if trl.reroll_start_fraction >= 1.0:
         return None
     first = first_reroll_step(trl.reroll_start_fraction, planned_steps)
     capacity = most_rerolls(first, planned_steps, trl.reroll_max_groups, span(config).length)
-    return Reroll(RerollQueue(RerollSpec(capacity, first)), trl.reroll_max_groups, trl.reroll_threshold)
+    own = rank_share(capacity, world.size, world.rank)
+    queue = RerollQueue(RerollSpec(own, first, world.size, world.rank))
+    return Reroll(queue, trl.reroll_max_groups, trl.reroll_threshold, world.size, world.rank)
 
 
 def _step_spec(config: AxolotlConfig, trainer: AxolotlGRPOTrainer) -> StepSpec:

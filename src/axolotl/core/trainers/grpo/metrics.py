@@ -6,6 +6,7 @@ Each returns a flat dict of floats. A value that does not exist (no reward, no f
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -14,40 +15,70 @@ from axolotl.core.trainers.grpo.algo.importance import WeightSample
 from axolotl.core.trainers.grpo.types import RolloutBatch
 
 
-def completion_metrics(batch: RolloutBatch) -> dict[str, float]:
+@dataclass(frozen=True)
+class StepSample:
+    """What the numbers of one step are made of, so that those of several ranks are the numbers of their union.
+
+    lengths, is_truncated: `[N]`. versions: N ints. values: `[N, F]` with NaN where a function abstained. rewards: `[N]`
+    weighted sums. has_signal: `[N/G]`.
+    """
+
+    lengths: torch.Tensor
+    is_truncated: torch.Tensor
+    versions: tuple[int, ...]
+    values: torch.Tensor
+    rewards: torch.Tensor
+    has_signal: torch.Tensor
+
+    @classmethod
+    def of(cls, batch: RolloutBatch, values: torch.Tensor, advantages: Advantages) -> StepSample:
+        lengths = batch.completion_mask.sum(dim=1).float()
+        return cls(
+            lengths, batch.is_truncated, batch.adapter_versions, values, advantages.rewards, advantages.has_signal
+        )
+
+    @classmethod
+    def joined(cls, samples: Sequence[StepSample]) -> StepSample:
+        return cls(
+            lengths=torch.cat([sample.lengths for sample in samples]),
+            is_truncated=torch.cat([sample.is_truncated for sample in samples]),
+            versions=tuple(version for sample in samples for version in sample.versions),
+            values=torch.cat([sample.values for sample in samples]),
+            rewards=torch.cat([sample.rewards for sample in samples]),
+            has_signal=torch.cat([sample.has_signal for sample in samples]),
+        )
+
+
+def completion_metrics(sample: StepSample) -> dict[str, float]:
     """Lengths in tokens, and the share that ran into `max_completion_length`."""
-    lengths = batch.completion_mask.sum(dim=1).float()
-    finished = lengths[~batch.is_truncated]
+    lengths = sample.lengths
+    finished = lengths[~sample.is_truncated]
     # TRL reports 0 where nothing terminated, so that the curve has no hole.
     finished = finished if finished.numel() else torch.zeros(1)
     return {
         "completions/mean_length": lengths.mean().item(),
         "completions/min_length": lengths.min().item(),
         "completions/max_length": lengths.max().item(),
-        "completions/clipped_ratio": batch.is_truncated.float().mean().item(),
+        "completions/clipped_ratio": sample.is_truncated.float().mean().item(),
         "completions/mean_terminated_length": finished.mean().item(),
         "completions/min_terminated_length": finished.min().item(),
         "completions/max_terminated_length": finished.max().item(),
     }
 
 
-def reward_metrics(names: Sequence[str], values: torch.Tensor, advantages: Advantages) -> dict[str, float]:
-    """Means and deviations, one pair a function and one for the weighted sum.
-
-    Args:
-        values: `[N, F]` with NaN where a function abstained.
-    """
+def reward_metrics(names: Sequence[str], sample: StepSample) -> dict[str, float]:
+    """Means and deviations, one pair a function and one for the weighted sum."""
     metrics: dict[str, float] = {}
     for index, name in enumerate(names):
-        metrics.update(_moments(values[:, index], f"rewards/{name}/mean", f"rewards/{name}/std"))
-    metrics.update(_moments(advantages.rewards, "reward", "reward_std"))
-    metrics["frac_reward_zero_std"] = 1.0 - advantages.has_signal.float().mean().item()
+        metrics.update(_moments(sample.values[:, index], f"rewards/{name}/mean", f"rewards/{name}/std"))
+    metrics.update(_moments(sample.rewards, "reward", "reward_std"))
+    metrics["frac_reward_zero_std"] = 1.0 - sample.has_signal.float().mean().item()
     return metrics
 
 
-def staleness_metrics(batch: RolloutBatch, current_version: int) -> dict[str, float]:
+def staleness_metrics(sample: StepSample, current_version: int) -> dict[str, float]:
     """How many optimizer steps ago the policies that sampled this batch existed."""
-    ages = [current_version - version for version in batch.adapter_versions]
+    ages = [current_version - version for version in sample.versions]
     return {"staleness/mean": sum(ages) / len(ages), "staleness/max": float(max(ages))}
 
 

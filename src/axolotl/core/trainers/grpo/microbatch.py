@@ -17,8 +17,8 @@ Tensors = dict[str, torch.Tensor]
 @dataclass(frozen=True)
 class MicroBatch:
     """inputs: the tensors of TRL's loss for these rows, padding trimmed. share: their weight in the step's loss. rows:
-    their numbers in the batch that was cut. prompts: of each, its prompt's row in the data set. is_for_later: a later
-    step trains them, and needs the log-probs of now."""
+    numbers in the batch that was cut, of the first rows; those behind them have no weight. prompts: of each, its
+    prompt's row in the data set. is_for_later: a later step trains them, and needs the log-probs of now."""
 
     inputs: Tensors
     share: float
@@ -53,29 +53,34 @@ def split(
     mask_truncated: bool,
     device: torch.device,
     rows: Sequence[int] | None = None,
+    num_rows: int = 0,
 ) -> list[MicroBatch]:
     """Micro-batches in group order: a group stays in consecutive ones, it is never torn apart by a shuffle.
 
     Args:
         rows: the completions that take part; all of them when None. Those left out still count in `totals`.
+        num_rows: of all micro-batches together, when `rows` are fewer: another rank has that many. The last ones are
+            then filled up with completions that have no weight, since all ranks run the same forwards.
     """
     batch = trained.batch
     mask = loss_mask(batch, mask_truncated=mask_truncated)
-    kept = list(range(batch.num_completions)) if rows is None else list(rows)
+    own = list(range(batch.num_completions)) if rows is None else list(rows)
+    kept = own + [shortest_row(trained)] * (num_rows - len(own))
     micro_batches = []
     for start in range(0, len(kept), micro_batch_size):
         chosen = torch.tensor(kept[start : start + micro_batch_size])
+        has_weight = torch.arange(start, start + len(chosen)) < len(own)
         inputs = _trim(
             {
                 "prompt_ids": batch.prompt_ids[chosen],
                 "prompt_mask": batch.prompt_mask[chosen],
                 "completion_ids": batch.completion_ids[chosen],
-                "completion_mask": mask[chosen],
+                "completion_mask": mask[chosen] * has_weight.unsqueeze(1),
             },
             lengths=batch.completion_mask[chosen],
         )
         width = inputs["completion_ids"].shape[1]
-        inputs["advantages"] = trained.advantages.values[chosen]
+        inputs["advantages"] = trained.advantages.values[chosen] * has_weight
         inputs["num_items_in_batch"] = torch.tensor(totals.all_tokens)
         counted = inputs["completion_mask"]
         if batch.sampling_logps is not None:
@@ -87,7 +92,7 @@ def split(
         if trained.stored_logps is not None:
             inputs["stored_logps"] = trained.stored_logps[chosen, :width]
         share = loss_share(loss_type, counted, totals.rows, totals.tokens)
-        cut = tuple(chosen.tolist())
+        cut = tuple(chosen[has_weight].tolist())
         prompts = tuple(batch.groups[row // batch.group_size].row.index for row in cut)
         micro_batches.append(
             MicroBatch({name: value.to(device) for name, value in inputs.items()}, share, cut, prompts)

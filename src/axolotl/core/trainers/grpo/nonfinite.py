@@ -21,7 +21,6 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from axolotl.core.trainers.grpo.distributed import sum_over_ranks
 from axolotl.core.trainers.grpo.microbatch import MicroBatch
 from axolotl.core.trainers.grpo.rollout.group_files import write_state
 from axolotl.core.trainers.grpo.weight_sync.in_process import require_finite_weights
@@ -45,7 +44,8 @@ class Ran:
 class FiniteGuard:
     """Says whether the optimizer may take a step. Main thread, every rank.
 
-    directory: where micro-batches are kept. policy: returns the model whose weights are looked at.
+    directory: where micro-batches are kept. policy: returns the model whose weights are looked at. total: the sum of
+    one number a rank, on every rank.
     """
 
     def __init__(
@@ -53,11 +53,13 @@ class FiniteGuard:
         accelerator: Accelerator,
         directory: Path,
         policy: Callable[[], nn.Module],
+        total: Callable[[float], float] = float,
         warn: Callable[[str], None] | None = None,
     ) -> None:
         self._accelerator = accelerator
         self._directory = directory
         self._policy = policy
+        self._total = total
         self._warn = warn or _to_stderr
         self._num_in_a_row = 0
         self._num_dumped = 0
@@ -102,7 +104,7 @@ class FiniteGuard:
             )
 
     def _any_rank(self, holds: bool) -> bool:
-        return sum_over_ranks(self._accelerator, float(holds)) > 0
+        return self._total(float(holds)) > 0
 
     def _is_overflow(self) -> bool:
         """Whether float16's own loss scaling explains the gradient: it lowers the scale and skips such steps anyway."""

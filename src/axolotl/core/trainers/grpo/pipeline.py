@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -23,9 +24,9 @@ import torch
 from accelerate import Accelerator
 
 from axolotl.core.trainers.grpo.algo.shares import TOKEN_LOSSES
-from axolotl.core.trainers.grpo.distributed import sum_over_ranks
+from axolotl.core.trainers.grpo.distributed import World
 from axolotl.core.trainers.grpo.ledger import Counts, Facts, Ledger, tally
-from axolotl.core.trainers.grpo.metrics import completion_metrics, reward_metrics, staleness_metrics
+from axolotl.core.trainers.grpo.metrics import StepSample, completion_metrics, reward_metrics, staleness_metrics
 from axolotl.core.trainers.grpo.microbatch import (
     MicroBatch,
     StepTotals,
@@ -40,9 +41,10 @@ from axolotl.core.trainers.grpo.protocols import DataProducer, WeightSync
 from axolotl.core.trainers.grpo.replaying import Replay, with_logps
 from axolotl.core.trainers.grpo.rollout.pending_files import Pending, load_pending, save_pending
 from axolotl.core.trainers.grpo.rollout.planning import Planner
+from axolotl.core.trainers.grpo.rollout.replay import join_replay_metrics
 from axolotl.core.trainers.grpo.rollout.replay_files import load_replay, save_replay
 from axolotl.core.trainers.grpo.rollout.reroll import reroll_metrics
-from axolotl.core.trainers.grpo.scoring import Collate, ScoredBatch, Scorer, TrainedBatch, join
+from axolotl.core.trainers.grpo.scoring import Collate, RewardedBatch, ScoredBatch, Scorer, TrainedBatch, join
 from axolotl.core.trainers.grpo.specs import StepSpec
 from axolotl.core.trainers.grpo.types import CompletionGroup, PromptRow, RolloutBatch, Slot
 from axolotl.core.trainers.grpo.weight_sync.schedule import is_due, version_of
@@ -90,6 +92,7 @@ class RolloutPipeline:
     collate: Collate
     sync: WeightSync
     accelerator: Accelerator
+    world: World = field(default_factory=World)
     replay: Replay | None = None
     rows: Sequence[PromptRow] = ()
     books: Books = field(default_factory=Books)
@@ -118,13 +121,18 @@ class RolloutPipeline:
         """The same for held-out prompts, whose completions the caller made after `catch_up`."""
         batch = self.collate(groups)
         _require_pushed(batch, self.sync.version)
-        scored = self.scorer.score(batch)
+        scored = self.scorer.compare(self.scorer.score(batch))
         trained = TrainedBatch(scored.batch, scored.advantages)
-        return self.cut(trained, self.totals([trained])), StepResult(scored, self.describe(scored), made=scored)
+        result = StepResult(scored, self.describe(self.sample(scored)), made=scored)
+        return self.cut(trained, self.totals([trained])), result
 
-    def describe(self, scored: ScoredBatch) -> dict[str, float]:
-        names = self.scorer.rewards.names
-        return {**completion_metrics(scored.batch), **reward_metrics(names, scored.result.values, scored.advantages)}
+    def sample(self, scored: ScoredBatch) -> StepSample:
+        """Collective: of all ranks."""
+        own = StepSample.of(scored.batch, scored.result.values, scored.advantages)
+        return StepSample.joined(self.world.gather(own))
+
+    def describe(self, sample: StepSample) -> dict[str, float]:
+        return {**completion_metrics(sample), **reward_metrics(self.scorer.rewards.names, sample)}
 
     def catch_up(self, step: int) -> None:
         """Bring the generator to the weights before optimizer step `step`, whatever the interval."""
@@ -132,7 +140,9 @@ class RolloutPipeline:
             self._make_way()
             self.sync.push(version_of(step))
 
-    def cut(self, trained: TrainedBatch, totals: StepTotals, rows: Sequence[int] | None = None) -> list[MicroBatch]:
+    def cut(
+        self, trained: TrainedBatch, totals: StepTotals, rows: Sequence[int] | None = None, num_rows: int = 0
+    ) -> list[MicroBatch]:
         return split(
             trained,
             totals,
@@ -141,6 +151,7 @@ class RolloutPipeline:
             mask_truncated=self.spec.mask_truncated,
             device=torch.device(self.accelerator.device),
             rows=rows,
+            num_rows=num_rows,
         )
 
     def totals(self, parts: Sequence[TrainedBatch], rollout: Sequence[TrainedBatch] = ()) -> StepTotals:
@@ -152,12 +163,12 @@ class RolloutPipeline:
         rows = sum(part.batch.num_completions for part in parts)
         tokens = self._num_tokens(parts)
         all_tokens = self._num_tokens(rollout) / self.spec.span.num_slices if rollout else tokens
-        return StepTotals(rows, tokens / self.accelerator.num_processes, all_tokens)
+        return StepTotals(rows, tokens / self.world.size, all_tokens)
 
     def _num_tokens(self, parts: Sequence[TrainedBatch]) -> float:
         """Collective: that count in the loss, over the ranks."""
         own = sum(num_counted(part.batch, mask_truncated=self.spec.mask_truncated) for part in parts)
-        return sum_over_ranks(self.accelerator, own)
+        return self.world.total(own)
 
     def with_micro_batch_size(self, size: int) -> RolloutPipeline:
         """The same parts, cutting micro-batches of another size."""
@@ -201,7 +212,7 @@ class RolloutPipeline:
     def _make_way(self) -> None:
         """What is ordered was promised to the version that a push would replace, where only one is kept."""
         if not self.sync.keeps_versions:
-            self.producer.drain()
+            self.world.together(self.producer.drain)
 
     def _order(self, step: int) -> None:
         span = self.spec.span
@@ -308,23 +319,22 @@ class OpenStep:
         """
         pipeline, spec, parts = self.pipeline, self.pipeline.spec, self.parts
         scored = join([part.scored for part in parts], pipeline.collate)
+        sample = pipeline.sample(scored)
         made = join(self._made, pipeline.collate) if self.begins else None
         totals = self._totals()
         metrics = {
-            **pipeline.describe(scored),
+            **pipeline.describe(sample),
             **(self._learn(made, is_failed=is_failed) if made is not None else {}),
-            **staleness_metrics(scored.batch, version_of(self.step)),
+            **staleness_metrics(sample, version_of(self.step)),
             **self.metrics,
-            "time/generate": self._waited,
-            "time/rewards": self._rewards,
+            **self._times(made),
         }
         if made is not None:
-            metrics["generation/tokens_per_second"] = float(made.batch.completion_mask.sum()) / max(self._waited, 1e-9)
             pipeline.books.rollout = OpenRollout(self.step, self._rollout)
         if spec.skips_zero_signal:
             metrics["skipped_zero_adv_batches"] = float(self._num_skipped)
         counts = self._account(is_left_out, is_failed=is_failed)
-        metrics |= counts.metrics()
+        metrics |= sum(pipeline.world.gather(counts), Counts()).metrics()
         return StepResult(scored, metrics, made, self._gradient_scale(totals), counts, tuple(parts))
 
     def remember(self, micro_batch: MicroBatch, logps: torch.Tensor) -> None:
@@ -333,7 +343,8 @@ class OpenStep:
         replay, span = self.pipeline.replay, self.pipeline.spec.span
         is_kept = self.begins and (span.length > 1 or (replay is not None and not replay.recomputes))
         if is_kept and self._running is not None:
-            rows = zip(micro_batch.rows, logps.detach().float().cpu(), strict=True)
+            own = logps[: len(micro_batch.rows)].detach().float().cpu()
+            rows = zip(micro_batch.rows, own, strict=True)
             self._running.logps.update(rows)
 
     def _gradient_scale(self, totals: StepTotals) -> float:
@@ -350,15 +361,18 @@ class OpenStep:
     def _learn(self, made: ScoredBatch, *, is_failed: bool) -> dict[str, float]:
         """Replay and re-roll learn the groups that were made, once the first step has trained."""
         metrics: dict[str, float] = {}
+        world = self.pipeline.world
         replay, reroll = self.pipeline.replay, self.pipeline.planner.reroll
         if replay is not None:
             for part in () if is_failed else self._rollout:
                 fresh = part.fresh if replay.recomputes else with_logps(part.fresh, part.trained, part.logps)
                 replay.learn(fresh, self.step)
-            metrics |= replay.metrics([part.replaced for part in self._rollout if part.replaced is not None])
+            own = replay.metrics([part.replaced for part in self._rollout if part.replaced is not None])
+            metrics |= join_replay_metrics(world.gather(own))
         if reroll is not None:
             reroll.learn(made.batch.groups, made.advantages.rewards)
-            metrics |= reroll_metrics(reroll.queue, self._slots)
+            ranks = world.gather(reroll_metrics(reroll.queue, self._slots))
+            metrics |= {name: sum(rank[name] for rank in ranks) for name in ranks[0]}
         return metrics
 
     def _account(self, is_left_out: torch.Tensor, *, is_failed: bool) -> Counts:
@@ -387,7 +401,7 @@ class OpenStep:
 
     def _provisional(self) -> StepTotals:
         """What the losses are divided by while the number of tokens is not known."""
-        spec, num_ranks = self.pipeline.spec, self.pipeline.accelerator.num_processes
+        spec, num_ranks = self.pipeline.spec, self.pipeline.world.size
         return StepTotals(spec.rows_per_step, spec.token_estimate, spec.token_estimate * num_ranks)
 
     def _scored(self, num_groups: int) -> Iterator[Part]:
@@ -399,20 +413,36 @@ class OpenStep:
             count = min(size, num_groups - start)
             # What is made in this very step has been in the making since it was ordered.
             began = self.ordered if start == 0 and pipeline.producer.depth == 0 else time.perf_counter()
-            chunk = sorted((next(finished) for _ in range(count)), key=lambda item: item[0])
-            came = time.perf_counter()
-            batch = pipeline.collate([group for _, group in chunk])
-            _require_pushed(batch, pipeline.sync.version)
-            whole = self._stand_in(pipeline.scorer.score(batch))
-            self._waited += came - began
-            self._rewards += time.perf_counter() - came
+            places, rewarded = pipeline.world.together(partial(self._rewarded, finished, count, began))
+            whole = self._stand_in(pipeline.scorer.compare(rewarded))
             self._made.append(whole.scored)
-            parts = by_slice(
-                whole, [place for place, _ in chunk], num_groups // pipeline.spec.span.num_slices, pipeline.collate
-            )
-            for part in parts:
+            for part in by_slice(whole, places, num_groups // pipeline.spec.span.num_slices, pipeline.collate):
                 self._rollout.append(part)
                 yield part
+
+    def _rewarded(
+        self, finished: Iterator[tuple[int, CompletionGroup]], count: int, began: float
+    ) -> tuple[list[int], RewardedBatch]:
+        """The next `count` groups to finish: their places in the rollout, and what rewards they get."""
+        pipeline = self.pipeline
+        chunk = sorted((next(finished) for _ in range(count)), key=lambda item: item[0])
+        came = time.perf_counter()
+        batch = pipeline.collate([group for _, group in chunk])
+        _require_pushed(batch, pipeline.sync.version)
+        rewarded = pipeline.scorer.score(batch)
+        self._waited += came - began
+        self._rewards += time.perf_counter() - came
+        return [place for place, _ in chunk], rewarded
+
+    def _times(self, made: ScoredBatch | None) -> dict[str, float]:
+        """Collective: the times of the slowest rank, the tokens of all."""
+        world = self.pipeline.world
+        waited = world.largest(self._waited)
+        times = {"time/generate": waited, "time/rewards": world.largest(self._rewards)}
+        if made is not None:
+            num_tokens = world.total(float(made.batch.completion_mask.sum()))
+            times["generation/tokens_per_second"] = num_tokens / max(waited, 1e-9)
+        return times
 
     def _stand_in(self, scored: ScoredBatch) -> Part:
         replay = self.pipeline.replay
@@ -428,11 +458,12 @@ class OpenStep:
         spec = self.pipeline.spec
         rows = self._rows(trained)
         self._num_skipped += _ceil(trained.batch.num_completions, spec.micro_batch_size)
-        self._num_skipped -= _ceil(len(rows), spec.micro_batch_size)
-        if not rows and is_last:
+        num_rows = int(self.pipeline.world.largest(len(rows)))
+        self._num_skipped -= _ceil(num_rows, spec.micro_batch_size)
+        if not num_rows and is_last:
             # Gradients have to exist: a row whose advantage is 0 adds nothing to them.
-            rows = [shortest_row(trained)]
-        micro_batches = self.pipeline.cut(trained, totals, rows)
+            rows, num_rows = [shortest_row(trained)], 1
+        micro_batches = self.pipeline.cut(trained, totals, rows, num_rows)
         for index, micro_batch in enumerate(micro_batches, 1):
             self._running = part
             self._run_rows.extend((part, row) for row in micro_batch.rows)

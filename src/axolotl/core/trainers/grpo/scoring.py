@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from axolotl.core.trainers.grpo.algo.advantages import Advantages, AdvantageSpec, compute_advantages, join_advantages
+from axolotl.core.trainers.grpo.distributed import World
 from axolotl.core.trainers.grpo.protocols import RewardRunner
 from axolotl.core.trainers.grpo.types import (
     CompletionGroup,
@@ -24,13 +25,17 @@ Collate = Callable[[Sequence[CompletionGroup]], RolloutBatch]
 
 
 @dataclass(frozen=True)
-class ScoredBatch:
-    """A rollout with its rewards (`result.values`, `[N, F]`) and advantages; texts are what the rewards saw."""
+class RewardedBatch:
+    """A rollout with its rewards (`result.values`, `[N, F]`); texts are what the rewards saw."""
 
     batch: RolloutBatch
     prompts: list[Prompt]
     completions: list[Prompt]
     result: RewardResult
+
+
+@dataclass(frozen=True)
+class ScoredBatch(RewardedBatch):
     advantages: Advantages
 
 
@@ -55,8 +60,9 @@ class Scorer:
     tokenizer: PreTrainedTokenizerBase
     spec: AdvantageSpec
     trainer_state: Callable[[], Any]
+    world: World = field(default_factory=World)
 
-    def score(self, batch: RolloutBatch) -> ScoredBatch:
+    def score(self, batch: RolloutBatch) -> RewardedBatch:
         prompts, completions, ids = self._texts(batch)
         request = RewardRequest(
             prompts=prompts,
@@ -66,7 +72,19 @@ class Scorer:
             trainer_state=self.trainer_state(),
         )
         result = self.rewards.score(request)
-        return ScoredBatch(batch, prompts, completions, result, compute_advantages(result.values, self.spec))
+        return RewardedBatch(batch, prompts, completions, result)
+
+    def compare(self, rewarded: RewardedBatch) -> ScoredBatch:
+        """Collective, where advantages compare the completions of all ranks."""
+        values = rewarded.result.values
+        if self.spec.needs_all and self.world.size > 1:
+            ranks = self.world.gather(values)
+            groups = len(rewarded.batch.groups)
+            own = range(self.world.rank * groups, (self.world.rank + 1) * groups)
+            advantages = compute_advantages(torch.cat(ranks), self.spec).of_groups(own, rewarded.batch.group_size)
+        else:
+            advantages = compute_advantages(values, self.spec)
+        return ScoredBatch(rewarded.batch, rewarded.prompts, rewarded.completions, rewarded.result, advantages)
 
     def restored(self, batch: RolloutBatch, values: torch.Tensor, advantages: Advantages) -> ScoredBatch:
         """A batch that was scored before a checkpoint. values: `[N, F]` rewards."""

@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,7 +22,6 @@ from transformers import PreTrainedModel, TrainerState
 from trl import GRPOTrainer  # type: ignore[attr-defined]
 
 from axolotl import failpoints
-from axolotl.core.run.checkpoints.ranks import Ranks
 from axolotl.core.run.checkpoints.store import CheckpointStore
 from axolotl.core.trainers.grpo.algo.importance import (
     Importance,
@@ -35,7 +33,6 @@ from axolotl.core.trainers.grpo.algo.importance import (
 from axolotl.core.trainers.grpo.algo.logprobs import token_logps_and_entropies
 from axolotl.core.trainers.grpo.algo.shares import TOKEN_TOTAL_LOSSES
 from axolotl.core.trainers.grpo.algo.stored_logps import stored_policy_logps
-from axolotl.core.trainers.grpo.distributed import sum_over_ranks
 from axolotl.core.trainers.grpo.memory import Logits, MemoryGuard, is_out_of_memory
 from axolotl.core.trainers.grpo.metrics import off_policy_metrics, sampling_metrics
 from axolotl.core.trainers.grpo.microbatch import MicroBatch
@@ -85,6 +82,7 @@ class AxolotlGRPOTrainer(GRPOTrainer):
         self.use_vllm = importance is not None
         self.vllm_importance_sampling_correction = importance is not None
         self._forward: Forward | None = None
+        self._num_weighted = 0
         self._weighted: list[WeightSample] = []
         self._left_out: list[torch.Tensor] = []
         self._off_policy: list[torch.Tensor] = []
@@ -96,9 +94,9 @@ class AxolotlGRPOTrainer(GRPOTrainer):
         self._staging: Path | None = None
         self.last_step: tuple[StepResult, float] | None = None
         output_dir = Path(cast(str, self.args.output_dir))
-        self.finite = FiniteGuard(self.accelerator, output_dir / DIRECTORY, self.policy)
+        self.finite = FiniteGuard(self.accelerator, output_dir / DIRECTORY, self.policy, pipeline.world.total)
         self.add_callback(StopWhenNotFinite(self.finite))
-        self._memory = MemoryGuard(self.accelerator.num_processes)
+        self._memory = MemoryGuard(pipeline.world.size)
 
     # -- data: one ticket an optimizer step ---------------------------------------------------------------------
 
@@ -178,6 +176,7 @@ class AxolotlGRPOTrainer(GRPOTrainer):
     def _loss(self, model: torch.nn.Module, micro_batch: MicroBatch) -> torch.Tensor:
         """TRL's loss of one micro-batch, weighted so that the micro-batches of a step add up to the step's loss."""
         inputs = dict(micro_batch.inputs)
+        self._num_weighted = len(micro_batch.rows)
         if self.beta != 0.0:
             inputs["ref_per_token_logps"] = self._reference_logps(inputs)
         # TRL divides by the accumulation steps; 1/share makes that a multiplication with the share.
@@ -289,12 +288,15 @@ class AxolotlGRPOTrainer(GRPOTrainer):
         metrics = self._metrics[mode]
         for name, value in step.metrics.items():
             metrics[name].append(value)
+        world = self.pipeline.world
         if step.made is not None:
-            for name, values in step.made.result.metrics.items():
-                metrics[name].extend(values)
+            for logged in world.gather(step.made.result.metrics):
+                for name, values in logged.items():
+                    metrics[name].extend(values)
             if mode == "train":
                 batch = step.made.batch
-                self.state.num_input_tokens_seen += int(batch.prompt_mask.sum() + batch.completion_mask.sum())
+                num_tokens = world.total(float(batch.prompt_mask.sum() + batch.completion_mask.sum()))
+                self.state.num_input_tokens_seen += int(num_tokens)
             self._record_completions(step.made)
         metrics["num_tokens"] = [float(self.state.num_input_tokens_seen)]
 
@@ -317,9 +319,9 @@ class AxolotlGRPOTrainer(GRPOTrainer):
             is_left_out |= result.is_left_out.cpu()
         if self.off_policy_mask_threshold is not None:
             is_dropped = ~self._off_policy_kept(inputs, logps).cpu()
-            self._off_policy.append(is_dropped)
+            self._off_policy.append(is_dropped[: self._num_weighted])
             is_left_out |= is_dropped
-        self._left_out.append(is_left_out)
+        self._left_out.append(is_left_out[: self._num_weighted])
 
     def _off_policy_kept(self, inputs: Inputs, logps: torch.Tensor) -> torch.Tensor:
         """`[n]`: which completions the off-policy mask keeps, by TRL's own rule on what its loss will see."""
@@ -338,10 +340,11 @@ class AxolotlGRPOTrainer(GRPOTrainer):
         """Log what was remembered, over the whole step. Returns which completions had no part in the policy's loss, in
         the order of the micro-batches."""
         metrics: dict[str, float] = {}
+        world = self.pipeline.world
         if self._weighted:
-            metrics |= sampling_metrics(WeightSample.joined(self._weighted))
+            metrics |= sampling_metrics(WeightSample.joined(world.gather(WeightSample.joined(self._weighted))))
         if self._off_policy:
-            metrics |= off_policy_metrics(torch.cat(self._off_policy))
+            metrics |= off_policy_metrics(torch.cat(world.gather(torch.cat(self._off_policy))))
         for name, value in metrics.items():
             self._metrics[mode][name].append(value)
         is_left_out = torch.cat(self._left_out) if self._left_out else torch.zeros(0, dtype=torch.bool)
@@ -356,7 +359,7 @@ class AxolotlGRPOTrainer(GRPOTrainer):
         mean = torch.cat(self._ratios).mean().item()
         self._ratios.clear()
         self._is_bias_told = True
-        if batch.is_renormalised:
+        if batch.is_renormalised and self.pipeline.world.is_main:
             print(
                 "warning: options of sampling (top_p, top_k, min_p, a regular expression, others that forbid tokens) "
                 "cut the distribution, and the server does not say what they kept: the mean importance ratio is "
@@ -375,7 +378,7 @@ class AxolotlGRPOTrainer(GRPOTrainer):
         # Weights that are not finite must never become what a run goes on from.
         require_finite_weights(self.policy(), self.state.global_step)
         save = super()._save_checkpoint
-        ranks = Ranks(self.is_world_process_zero(), partial(sum_over_ranks, self.accelerator))
+        ranks = self.pipeline.world
 
         def write(staged: Path) -> None:
             self._staging = staged.parent

@@ -30,6 +30,11 @@ class AdvantageSpec:
     aggregation: Aggregation = "sum_then_normalize"
     scale: Scale = "group"
 
+    @property
+    def needs_all(self) -> bool:
+        """Whether a group's advantages depend on the other groups of the step."""
+        return self.scale == "batch" or self.aggregation == "normalize_then_sum"
+
 
 @dataclass(frozen=True)
 class Advantages:

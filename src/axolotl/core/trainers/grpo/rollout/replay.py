@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -215,3 +215,13 @@ def replay_metrics(batch: ReplacedBatch, buffer: ReplayBuffer) -> dict[str, floa
     if ages:
         metrics |= {"replay/age_mean": sum(ages) / len(ages), "replay/age_max": float(max(ages))}
     return metrics
+
+
+def join_replay_metrics(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Those of all ranks: sums, and the ages of all groups that were replayed."""
+    joined = {name: sum(rank[name] for rank in ranks) for name in ("replay/size", "replay/replaced")}
+    if aged := [rank for rank in ranks if "replay/age_max" in rank]:
+        ages = sum(rank["replay/age_mean"] * rank["replay/replaced"] for rank in aged)
+        joined["replay/age_mean"] = ages / joined["replay/replaced"]
+        joined["replay/age_max"] = max(rank["replay/age_max"] for rank in aged)
+    return joined
