@@ -6,7 +6,7 @@ The servers are `tests.fakes.server` and the app over `tests.fakes.engine`; thei
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -18,11 +18,12 @@ from peft import LoraConfig
 from transformers import PreTrainedModel
 from trl import GRPOConfig
 
-from axolotl.core.trainers.grpo.algo.advantages import AdvantageSpec
+from axolotl.core.trainers.grpo.algo.advantages import AdvantageSpec, Scale
 from axolotl.core.trainers.grpo.algo.importance import ImportanceSpec
+from axolotl.core.trainers.grpo.distributed import World
 from axolotl.core.trainers.grpo.generation.server import ServerBackend
 from axolotl.core.trainers.grpo.pipeline import RolloutPipeline
-from axolotl.core.trainers.grpo.protocols import DataProducer, RewardRunner
+from axolotl.core.trainers.grpo.protocols import DataProducer, RewardRunner, WeightSync
 from axolotl.core.trainers.grpo.rollout.collate import collate
 from axolotl.core.trainers.grpo.rollout.making import GroupMaker
 from axolotl.core.trainers.grpo.rollout.planning import Planner, Reroll
@@ -34,6 +35,7 @@ from axolotl.core.trainers.grpo.trainer import AxolotlGRPOTrainer
 from axolotl.core.trainers.grpo.types import Order, PromptRow, RewardRequest, RewardResult
 from axolotl.core.trainers.grpo.weight_sync.delivery import Delivery
 from axolotl.core.trainers.grpo.weight_sync.lora_files import LoraFiles
+from axolotl.core.trainers.grpo.weight_sync.shared import SharedSync
 from axolotl.serving.client import ServerClient
 from axolotl.serving.wire import Sampling
 from tests.fakes.engine import FAKE_FINGERPRINT
@@ -90,13 +92,18 @@ class TokenRewards:
 
 
 @contextmanager
-def claimed(url: str, sync_dir: Path) -> Iterator[ServerClient]:
-    """A client that holds the server."""
+def claimed(url: str, sync_dir: Path, world: World | None = None) -> Iterator[ServerClient]:
+    """A client that holds the server; of several ranks the first does, and the others work under its claim."""
+    world = world or World()
     with ServerClient(url, sync_dir, 60.0) as client:
         client.wait_ready()
-        client.claim(RUN_ID, FAKE_FINGERPRINT)
-        with client.renewing():
+        world.alone(lambda: client.claim(RUN_ID, FAKE_FINGERPRINT))
+        if not world.is_main:
+            client.join(RUN_ID, FAKE_FINGERPRINT)
+        with client.renewing() if world.is_main else nullcontext():
             yield client
+        # Nobody asks any more.
+        world.together(lambda: None)
         client.release()
 
 
@@ -115,9 +122,11 @@ def served_trainer(
     reroll: Reroll | None = None,
     importance: ImportanceSpec | None = None,
     modules: Sequence[str] = ("q_proj", "v_proj"),
+    scale: Scale = "group",
+    world: World | None = None,
 ) -> AxolotlGRPOTrainer:
     """One whose adapter, on `modules`, goes to the server before every step that asks for it."""
-    runner = rewards or TokenRewards()
+    runner, world = rewards or TokenRewards(), world or World()
 
     def unused(**_: Any) -> list[float]:
         raise AssertionError("rewards are the pipeline's")
@@ -133,16 +142,23 @@ def served_trainer(
         ),
     )
     rows = [PromptRow(index, "", ids, {"row": index}) for index, ids in enumerate(prompts)]
-    sampler = GroupSampler(len(rows), prompts_per_step, shuffle=False)
+    sampler = GroupSampler(
+        len(rows), prompts_per_step, shuffle=False, num_ranks=world.size, rank=world.rank, span=spec.span
+    )
     sampling = Sampling(n=args.num_generations, max_tokens=args.max_completion_length)
+    sync: WeightSync = UnprovenSync(LoraFiles(trainer.policy, client, sync_dir / "adapters" / RUN_ID))
+    if world.size > 1:
+        sync = SharedSync(world, sync if world.is_main else None, keeps_versions=True)
+    advantages = AdvantageSpec(args.num_generations, (1.0,), scale=scale)
     pipeline = RolloutPipeline(
         spec=spec,
         planner=Planner(sampler, args.max_steps, reroll),
         producer=make_producer(GroupMaker(rows, ServerBackend(client), sampling, run_seed=0)),
-        scorer=Scorer(runner, tokenizer, AdvantageSpec(args.num_generations, (1.0,)), lambda: trainer.state),
+        scorer=Scorer(runner, tokenizer, advantages, lambda: trainer.state, world),
         collate=partial(collate, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id),
-        sync=UnprovenSync(LoraFiles(trainer.policy, client, sync_dir / "adapters" / RUN_ID)),
+        sync=sync,
         accelerator=trainer.accelerator,
+        world=world,
     )
     trainer.attach(pipeline, sampler, importance=importance)
     return trainer

@@ -19,7 +19,7 @@ from axolotl.cli.config import LoadedConfig, dump_config
 from axolotl.cli.resume import check_data, find_checkpoint, is_best_forgotten, resume_wanted, run_record
 from axolotl.core.run.checkpoints.lock import run_lock
 from axolotl.core.run.checkpoints.store import CheckpointStore
-from axolotl.errors import ConfigError, DataError, Interrupted, PeerError, ServerError, SyncError
+from axolotl.errors import DataError, Interrupted, PeerError, ServerError, SyncError
 from axolotl.serving.client import ServerClient
 from axolotl.serving.link import ServerLink
 from axolotl.utils.schemas.config import AxolotlConfig
@@ -68,28 +68,21 @@ def run(loaded: LoadedConfig, flags: TrainFlags) -> None:
     from axolotl.core.run.signals import exit_on_sigterm
     from axolotl.core.trainers.grpo.distributed import open_world
 
-    resume = resume_wanted(loaded.config, resume=flags.resume, overwrite=flags.overwrite)
-    if resume and int(os.environ.get("WORLD_SIZE") or 1) > 1:
-        raise ConfigError(
-            "--resume is not available yet where several processes train together",
-            do="start one process, without a launcher, or start over with --overwrite",
-        )
     with ExitStack() as stack:
         stack.enter_context(exit_on_sigterm())
         gpus = _share_gpus(loaded.config)
         world = stack.enter_context(open_world(float(loaded.config.ddp_timeout or DEFAULT_RANK_TIMEOUT_S)))
         with world.telling():
-            _run(loaded, flags, resume, world, gpus, stack)
+            _run(loaded, flags, world, gpus, stack)
 
 
-def _run(
-    loaded: LoadedConfig, flags: TrainFlags, resume: bool | str, world: World, gpus: str | None, stack: ExitStack
-) -> None:
+def _run(loaded: LoadedConfig, flags: TrainFlags, world: World, gpus: str | None, stack: ExitStack) -> None:
     from axolotl.core.run.faults import named_faults
     from axolotl.core.run.resumed import FollowConfig
     from axolotl.core.run.signals import StopRequest
 
     config = loaded.config
+    resume = world.first(lambda: resume_wanted(config, resume=flags.resume, overwrite=flags.overwrite))
     output = _open_output(config, flags, resume, world, stack)
     checkpoint = world.first(lambda: find_checkpoint(config, resume))
     # The server loads while the data is prepared here.

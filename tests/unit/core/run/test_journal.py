@@ -16,12 +16,12 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from axolotl.core.run import journal as module
 from axolotl.core.run.journal import (
+    JOURNAL,
     Journal,
     JournalFile,
     StepRecord,
     digest,
     group_records,
-    journal_path,
     read_journal,
     standing,
     weights_digest,
@@ -170,7 +170,7 @@ def test_a_place_that_cannot_be_written_is_one_warning(tmp_path: Path) -> None:
 
 def test_the_callback_writes_before_a_checkpoint_is_saved(tmp_path: Path) -> None:
     """transformers saves after `on_step_end`; the step is the one that just ended."""
-    path = journal_path(tmp_path, 0)
+    path = tmp_path / JOURNAL
     args, control = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, bf16=False), TrainerControl()
     callback = JournalFile(path, lambda: RECORD)
     callback.on_train_begin(args, TrainerState(global_step=0), control)
@@ -181,9 +181,14 @@ def test_the_callback_writes_before_a_checkpoint_is_saved(tmp_path: Path) -> Non
     assert steps(standing(read_journal(path))) == [1, 2]
 
 
-def test_ranks_have_files_of_their_own(tmp_path: Path) -> None:
-    assert journal_path(tmp_path, 0).name == "journal.jsonl"
-    assert journal_path(tmp_path, 1).name == "journal.rank-1.jsonl"
+def test_a_rank_without_a_file_contributes_all_the_same(tmp_path: Path) -> None:
+    """What the record takes from all ranks would wait for it."""
+    args, control = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, bf16=False), TrainerControl()
+    asked: list[int] = []
+    callback = JournalFile(None, lambda: asked.append(1) or RECORD)  # type: ignore[func-returns-value]
+    callback.on_train_begin(args, TrainerState(global_step=0), control)
+    callback.on_step_end(args, TrainerState(global_step=1), control)
+    assert asked == [1] and list(tmp_path.iterdir()) == []
 
 
 def group(row: int, ids: list[tuple[int, ...]], version: int, reroll: int = 0) -> CompletionGroup:

@@ -29,6 +29,9 @@ T = TypeVar("T")
 
 _NOTE = "axolotl/failure"
 
+# How long a rank that failed waits for the others, which may be waiting for a server, to hear of it in order.
+_GRACE_S = 20.0
+
 
 class World:
     """The processes of a run; alone unless `open_world` made it.
@@ -40,6 +43,7 @@ class World:
         self.rank = rank
         self.size = size
         self.agreed: Exception | None = None
+        self.grace_s = _GRACE_S
         self._store = store
 
     @property
@@ -65,6 +69,8 @@ class World:
     def together(self, action: Callable[[], T]) -> T:
         """Run `action`, which contains no collective, here and on the others, and fail where any of them did.
 
+        A rank that failed does not wait long: it leaves, and the others find its note.
+
         Raises:
             PeerError: another rank failed and this one did not; with that one's code.
         """
@@ -77,7 +83,7 @@ class World:
         except Exception as error:
             problem = error
         try:
-            num_failed = self.total(0.0 if problem is None else 1.0)
+            num_failed = self.total(0.0) if problem is None else self._reduced(1.0, dist.ReduceOp.SUM, self.grace_s)
         except PeerError:
             # A launcher ends those that are left with a signal: that is not what went wrong.
             if problem is None or isinstance(problem, Interrupted):
@@ -127,11 +133,12 @@ class World:
             return problem
         return grave or told[0]
 
-    def _reduced(self, value: float, operation: Any) -> float:
+    def _reduced(self, value: float, operation: Any, timeout_s: float | None = None) -> float:
         if self.size == 1:
             return value
         tensor = torch.tensor([value], dtype=torch.float64)
-        self._collective(lambda: dist.all_reduce(tensor, op=operation))
+        waiting = () if timeout_s is None else (timedelta(seconds=timeout_s),)
+        self._collective(lambda: dist.all_reduce(tensor, op=operation, async_op=True).wait(*waiting))
         return float(tensor)
 
     def _collective(self, call: Callable[[], object]) -> None:
@@ -150,9 +157,17 @@ class World:
             store = cast(Store, self._store)
             if store.check([_NOTE]):
                 return _told(json.loads(store.get(_NOTE)))
+        said = str(error).splitlines()[0][:200]
+        if "timed out" in said.lower():
+            return PeerError(
+                "another process of the run does not answer",
+                code="E-PEER-02",
+                why=f"it stands still, or works longer than ddp_timeout allows ({said})",
+                do="look for what it waits for, or raise ddp_timeout, then rerun with --resume",
+            )
         return PeerError(
             "another process of the run is gone",
-            why=f"it left no report: it was killed, or its machine was lost ({str(error).splitlines()[0][:200]})",
+            why=f"it left no report: it was killed, or its machine was lost ({said})",
             do="look for what ended it (out of memory?), then rerun with --resume",
         )
 

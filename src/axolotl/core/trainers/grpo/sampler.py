@@ -65,11 +65,15 @@ class GroupSampler:
 
     def indices(self, step: int) -> list[int]:
         """Row numbers of this rank's prompts of the rollout that optimizer step `step` trains on, slice after slice.
-        Steps are counted from 0 over the whole run."""
+        Steps are counted from 0 over the whole run.
+
+        A slice is the same prompts over all ranks, however many they are.
+        """
         epoch, position = divmod(step // self.span.length, self.rollouts_per_epoch)
-        order = self._order(epoch)
-        start = (position * self.num_ranks + self.rank) * self.prompts_per_rollout
-        return order[start : start + self.prompts_per_rollout]
+        order, size = self._order(epoch), self.prompts_per_step
+        first = position * self.span.num_slices
+        starts = [((first + slice_) * self.num_ranks + self.rank) * size for slice_ in range(self.span.num_slices)]
+        return [index for start in starts for index in order[start : start + size]]
 
     def _order(self, epoch: int) -> list[int]:
         if not self.shuffle:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from axolotl.core.run.checkpoints.finding import newest_verified
 from axolotl.core.run.checkpoints.manifest import verify
-from axolotl.core.run.checkpoints.ranks import Ranks
 from axolotl.core.run.checkpoints.store import CheckpointStore, checkpoints, step_of, temporaries
+from axolotl.core.trainers.grpo.distributed import World
 from axolotl.errors import PeerError, StorageError
 from tests.support.checkpoints import CONTENTS, flip, saved, truncate, write
 from tests.support.failing_disk import FailingDisk, is_full, is_killed
@@ -212,12 +213,28 @@ def test_recovery_deletes_what_is_not_complete(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+class OneOfTwo(World):
+    """A rank whose other rank does well, or fails at everything that they do together."""
+
+    def __init__(self, rank: int, *, other_fails: bool = False) -> None:
+        super().__init__(rank, 2)
+        self._other = {"rank": 1 - rank, "code": "E-STO-01", "what": "full", "why": "", "do": "", "exit_code": 9}
+        self._other_fails = other_fails
+
+    def total(self, value: float) -> float:
+        return value + self._other_fails
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, {**self._other, "is_signal": False}]
+
+
 def test_ranks_fail_together(tmp_path: Path) -> None:
     def write_nothing(directory: Path) -> None:
         assert directory.is_dir()
 
-    with pytest.raises(PeerError):
-        CheckpointStore(tmp_path).save(1, write_nothing, Ranks(total=lambda mine: mine + 1.0))
+    with pytest.raises(PeerError, match="process 1: full") as problem:
+        CheckpointStore(tmp_path).save(1, write_nothing, OneOfTwo(0, other_fails=True))
+    assert problem.value.code == "E-STO-01" and problem.value.exit_code == 11
     assert list(tmp_path.iterdir()) == []
 
 
@@ -225,6 +242,6 @@ def test_another_rank_only_writes_its_part(tmp_path: Path) -> None:
     staged = tmp_path / ".tmp-checkpoint-1" / "checkpoint-1"
     staged.mkdir(parents=True)
     CheckpointStore(tmp_path, record=RECORD).save(
-        1, lambda directory: (directory / "rng_state_1.pth").write_bytes(b"r") and None, Ranks(is_main=False)
+        1, lambda directory: (directory / "rng_state_1.pth").write_bytes(b"r") and None, OneOfTwo(1)
     )
     assert [item.name for item in staged.iterdir()] == ["rng_state_1.pth"]

@@ -15,16 +15,15 @@ from axolotl.errors import NumericError
 
 
 class Ranks:
-    """An accelerator: `others` is what the other ranks say, call by call, when there are any."""
+    """An accelerator, and `total`: `others` is what the other ranks say, call by call, when there are any."""
 
     def __init__(self, *others: float, scaler: Any = None, rank: int = 0) -> None:
-        self.num_processes = 2 if others else 1
         self.process_index, self.is_main_process = rank, rank == 0
-        self.scaler, self.device = scaler, torch.device("cpu")
+        self.scaler = scaler
         self._others = list(others)
 
-    def gather(self, value: torch.Tensor) -> torch.Tensor:
-        return torch.cat([value, torch.tensor([self._others.pop(0)], dtype=value.dtype)])
+    def total(self, value: float) -> float:
+        return value + self._others.pop(0) if self._others else value
 
 
 class World:
@@ -37,7 +36,9 @@ class World:
         self.said: list[str] = []
         self.directory = directory / "nonfinite"
         self.accelerator: Any = accelerator or Ranks()
-        self.guard = FiniteGuard(self.accelerator, self.directory, lambda: self.model, self.said.append)
+        self.guard = FiniteGuard(
+            self.accelerator, self.directory, lambda: self.model, self.accelerator.total, self.said.append
+        )
         self.step = 0
 
     def run(self, *losses: float, advantages: float = 1.0, gradient: float = 1.0) -> bool:

@@ -58,6 +58,13 @@ def test_ranks_share_a_rollout_without_overlap() -> None:
     assert sorted(i for shard in shards for step in (0, 2) for i in shard.indices(step)) == list(range(12))
 
 
+def test_ranks_share_each_slice_of_a_rollout() -> None:
+    """A step learns from the same prompts, however many ranks there are."""
+    shards = [GroupSampler(8, 1, shuffle=False, num_ranks=2, rank=rank, span=Span(2)) for rank in range(2)]
+    assert [shard.indices(2) for shard in shards] == [[4, 6], [5, 7]]
+    assert GroupSampler(8, 2, shuffle=False, span=Span(2)).indices(2) == [4, 5, 6, 7]
+
+
 def test_too_few_prompts_for_a_rollout_name_what_made_it_long() -> None:
     with pytest.raises(DataError, match="3 prompts are too few: one rollout of 2 optimizer steps takes 4") as problem:
         GroupSampler(3, 2, span=Span(2, 5))
