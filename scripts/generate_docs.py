@@ -6,7 +6,7 @@ A generated part stands between `<!-- BEGIN name -->` and `<!-- END name -->`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from axolotl.cli.config_schema import markdown
@@ -22,12 +22,23 @@ def options() -> str:
 
 def not_available() -> str:
     """The options of which some values are refused for now."""
-    lines = ["| Option | For now |", "|---|---|"]
-    lines += [f"| `{row.key}` | {row.instead} |" for row in availability.TRAINING]
-    return "\n".join(lines)
+    return _table(availability.TRAINING)
 
 
-PARTS: dict[str, Callable[[], str]] = {"options": options, "not available": not_available}
+def several_processes() -> str:
+    """Those that are refused where several processes train together."""
+    return _table(availability.SEVERAL_RANKS)
+
+
+def _table(rows: Sequence[availability.Row]) -> str:
+    return "\n".join(["| Option | For now |", "|---|---|", *(f"| `{row.key}` | {row.instead} |" for row in rows)])
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "options": options,
+    "not available": not_available,
+    "several processes": several_processes,
+}
 
 
 def render(text: str) -> str:

@@ -10,6 +10,9 @@ from contextlib import contextmanager
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 
+from tests.support.cli import free_port
+from tests.support.rank_processes import rank_environment
+
 # What a training run and a server import while they run, and nothing that starts a thread by being imported.
 _PRELOAD = [
     "axolotl.cli.main",
@@ -89,3 +92,24 @@ def _run(directory: Path, arguments: tuple[str, ...], environment: dict[str, str
     # Tests share two cores.
     torch.set_num_threads(1)
     sys.exit(main(arguments))
+
+
+@contextmanager
+def forked_ranks(
+    directory: Path, *arguments: str, size: int = 2, only: Mapping[int, Mapping[str, str]] | None = None
+) -> Iterator[list[Forked]]:
+    """Start the command `size` times, as `torchrun` does; what rank N prints goes to `rank-N.log`.
+
+    Args:
+        only: environment of single ranks.
+    """
+    port = free_port()
+    commands: list[Forked] = []
+    try:
+        for rank in range(size):
+            environment = {**rank_environment(rank, size, port), **(only or {}).get(rank, {})}
+            commands.append(Forked(directory, arguments, environment, f"rank-{rank}.log"))
+        yield commands
+    finally:
+        for command in commands:
+            command.kill()

@@ -19,7 +19,7 @@ from axolotl.cli.config import LoadedConfig, dump_config
 from axolotl.cli.resume import check_data, find_checkpoint, is_best_forgotten, resume_wanted, run_record
 from axolotl.core.run.checkpoints.lock import run_lock
 from axolotl.core.run.checkpoints.store import CheckpointStore
-from axolotl.errors import DataError, Interrupted, PeerError, ServerError, SyncError
+from axolotl.errors import ConfigError, DataError, Interrupted, PeerError, ServerError, SyncError
 from axolotl.serving.client import ServerClient
 from axolotl.serving.link import ServerLink
 from axolotl.utils.schemas.config import AxolotlConfig
@@ -153,9 +153,14 @@ def _share_gpus(config: AxolotlConfig) -> str | None:
 
     is_managed = uses_server(config) and config.vllm.managed
     num_for_server = config.vllm.tensor_parallel_size * config.vllm.data_parallel_size if is_managed else 0
-    plan = plan_gpus(
-        visible_gpus(), num_for_server=num_for_server, num_ranks=int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
-    )
+    visible = visible_gpus()
+    if visible and int(os.environ.get("WORLD_SIZE") or 1) > 1:
+        raise ConfigError(
+            "not available yet: several processes on GPUs",
+            why=f"GPUs {','.join(visible)} are visible; several processes train on CPUs only",
+            do="start one process, without a launcher, or set CUDA_VISIBLE_DEVICES to nothing",
+        )
+    plan = plan_gpus(visible, num_for_server=num_for_server)
     if plan.note:
         _say(plan.note)
     if plan.trainer is not None:
@@ -239,7 +244,7 @@ def _require_same_data(prompts: PromptData, world: World) -> None:
     if len(set(world.gather(prompts.train.digest()))) > 1:
         raise DataError(
             "the processes of the run do not read the same prompts",
-            code="E-DAT-15",
+            code="E-DAT-08",
             why="their data sets differ in rows, or in how a transform made prompts of them",
             do="give every process the same files, and let transforms use no randomness of their own",
         )

@@ -80,7 +80,7 @@ class GpuPlan:
     note: str = ""
 
 
-def plan_gpus(visible: Sequence[str], *, num_for_server: int, num_ranks: int = 1) -> GpuPlan:
+def plan_gpus(visible: Sequence[str], *, num_for_server: int) -> GpuPlan:
     """Share out the visible GPUs: the first ones to the managed server, the next one to the trainer.
 
     The trainer sees one GPU only, so that nothing wraps the model in DataParallel.
@@ -88,13 +88,9 @@ def plan_gpus(visible: Sequence[str], *, num_for_server: int, num_ranks: int = 1
     Args:
         visible: names of the visible GPUs, as in `CUDA_VISIBLE_DEVICES`.
         num_for_server: how many the managed server needs; 0 when the server is not ours.
-        num_ranks: processes that train on this machine, each on the GPU of its number among those for training.
     """
     if not visible:
         return GpuPlan(None, None)
-    if num_ranks > 1:
-        ours, theirs = visible[num_for_server:][:num_ranks], visible[:num_for_server]
-        return GpuPlan(",".join(ours), ",".join(theirs) or None, f"training runs on GPUs {','.join(ours)}")
     if num_for_server == 0:
         if len(visible) == 1:
             return GpuPlan(None, None)

@@ -71,6 +71,7 @@ TRAINING: tuple[Row, ...] = (
 
 # What several processes that train together cannot do yet.
 SEVERAL_RANKS: tuple[Row, ...] = (
+    Row("ddp_backend", lambda value, _: value not in (None, "gloo"), "leave it out"),
     Row("val_set_size", _set, "set 0"),
     Row("torch_compile", lambda value, _: value is True, "set false"),
     Row("trl.log_completions", _set, "set false"),

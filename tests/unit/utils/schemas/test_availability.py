@@ -1,7 +1,7 @@
 import pytest
 
 from axolotl.cli.config import config_from_mapping
-from axolotl.utils.schemas.availability import TRAINING, not_available
+from axolotl.utils.schemas.availability import SEVERAL_RANKS, TRAINING, not_available
 from axolotl.utils.schemas.config import AxolotlConfig
 from axolotl.utils.schemas.resolve import resolve
 
@@ -37,7 +37,7 @@ def test_top_level_options_that_come_later(option, value, shown):
 
 
 def test_every_row_says_what_to_do_instead():
-    assert all(row.instead for row in TRAINING)
+    assert all(row.instead for row in (*TRAINING, *SEVERAL_RANKS))
 
 
 def test_no_default_is_refused():
@@ -66,11 +66,47 @@ def test_reward_models(tmp_path, monkeypatch):
         assert model in line
 
 
-@pytest.mark.parametrize(("world", "is_refused"), [("1", False), ("", False), ("2", True)])
-def test_several_processes(monkeypatch, world, is_refused):
-    monkeypatch.setenv("WORLD_SIZE", world)
-    assert bool(not_available(make(), "train")) is is_refused
+@pytest.mark.parametrize(
+    ("launch", "refused"),
+    [
+        ({"WORLD_SIZE": "1"}, ""),
+        ({"WORLD_SIZE": ""}, ""),
+        ({"WORLD_SIZE": "2"}, "without a launcher"),
+        ({"WORLD_SIZE": "2", "RANK": "1"}, ""),
+        ({"WORLD_SIZE": "2", "RANK": "1", "LOCAL_WORLD_SIZE": "2"}, ""),
+        ({"WORLD_SIZE": "4", "RANK": "1", "LOCAL_WORLD_SIZE": "2"}, "several machines: 2 of 4 processes"),
+        ({"WORLD_SIZE": "2", "RANK": "1", "ACCELERATE_USE_FSDP": "true"}, "FSDP by accelerate"),
+        ({"WORLD_SIZE": "2", "RANK": "1", "ACCELERATE_USE_DEEPSPEED": "true"}, "DEEPSPEED by accelerate"),
+    ],
+)
+def test_several_processes(monkeypatch, launch, refused):
+    monkeypatch.delenv("RANK", raising=False)
+    for name, value in launch.items():
+        monkeypatch.setenv(name, value)
+    lines = not_available(make(), "train")
+    assert len(lines) == bool(refused) and refused in "".join(lines)
     assert not_available(make(), "vllm-serve") == []
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        ({"val_set_size": 4}, "val_set_size"),
+        ({"torch_compile": True}, "torch_compile"),
+        ({"ddp_backend": "nccl"}, "ddp_backend"),
+        ({"trl": {"log_completions": True}}, "trl.log_completions"),
+        ({"trl": {"entropy_coef": 0.1}}, "trl.entropy_coef"),
+        ({"trl": {"top_entropy_quantile": 0.5}}, "trl.top_entropy_quantile"),
+        ({"trl": {"use_vllm": True}}, "trl.vllm_lora_sync"),
+        ({"trl": {"use_data_producer": True, "replay_buffer_size": 4, "scale_rewards": "batch"}}, "trl.replay_buffer_size"),
+    ],
+)
+def test_options_that_several_processes_refuse(monkeypatch, options, key):
+    assert not_available(make(**options), "train") == []
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    (line,) = not_available(make(**options), "train")
+    assert line.startswith(f"not available yet: {key}: ") and line.endswith("or start one process")
 
 
 @pytest.mark.parametrize(

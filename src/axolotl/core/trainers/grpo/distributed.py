@@ -176,8 +176,6 @@ class World:
 def open_world(timeout_s: float = 1800.0) -> Iterator[World]:
     """The processes that a launcher started together, by its environment variables; one without.
 
-    With CUDA, every process takes the GPU of its number on this machine, and tensors there go over NCCL.
-
     Args:
         timeout_s: the longest time that one rank waits for another.
     """
@@ -185,17 +183,25 @@ def open_world(timeout_s: float = 1800.0) -> Iterator[World]:
     if size == 1:
         yield World()
         return
-    backend = "gloo"
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        backend = "cpu:gloo,cuda:nccl"
-    timeout = timedelta(seconds=timeout_s)
-    store, rank, size = next(rendezvous("env://", timeout=timeout))
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    world = _meet(timedelta(seconds=timeout_s))
     try:
-        yield World(rank, size, store)
+        yield world
     finally:
         dist.destroy_process_group()
+
+
+def _meet(timeout: timedelta) -> World:
+    try:
+        store, rank, size = next(rendezvous("env://", timeout=timeout))
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+    except RuntimeError as error:
+        _end_in_peace()
+        raise PeerError(
+            "the processes of the run did not find each other",
+            why=str(error).splitlines()[0][:200],
+            do="look for one that ended before the others came, or for another program at MASTER_PORT",
+        ) from error
+    return World(rank, size, store)
 
 
 def _nothing() -> None:
