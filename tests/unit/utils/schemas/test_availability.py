@@ -98,7 +98,10 @@ def test_several_processes(monkeypatch, launch, refused):
         ({"trl": {"entropy_coef": 0.1}}, "trl.entropy_coef"),
         ({"trl": {"top_entropy_quantile": 0.5}}, "trl.top_entropy_quantile"),
         ({"trl": {"use_vllm": True}}, "trl.vllm_lora_sync"),
-        ({"trl": {"use_data_producer": True, "replay_buffer_size": 4, "scale_rewards": "batch"}}, "trl.replay_buffer_size"),
+        (
+            {"trl": {"use_data_producer": True, "replay_buffer_size": 4, "scale_rewards": "batch"}},
+            "trl.replay_buffer_size",
+        ),
     ],
 )
 def test_options_that_several_processes_refuse(monkeypatch, options, key):

@@ -13,6 +13,7 @@ from axolotl.core.trainers.grpo.rollout.replay import (
     ReplayBuffer,
     ReplayGroup,
     ReplaySpec,
+    join_replay_metrics,
     replace_zero_signal,
     replay_metrics,
     rewards_of,
@@ -173,6 +174,17 @@ def test_groups_without_signal_are_replaced_in_place() -> None:
         "replay/replaced": 1.0,
         "replay/age_mean": 3.0,
         "replay/age_max": 3.0,
+    }
+
+
+def test_the_numbers_of_several_ranks_are_those_of_all_their_groups() -> None:
+    first = {"replay/size": 2.0, "replay/replaced": 1.0, "replay/age_mean": 4.0, "replay/age_max": 4.0}
+    second = {"replay/size": 1.0, "replay/replaced": 3.0, "replay/age_mean": 2.0, "replay/age_max": 3.0}
+    assert join_replay_metrics([first, second, {"replay/size": 5.0, "replay/replaced": 0.0}]) == {
+        "replay/size": 8.0,
+        "replay/replaced": 4.0,
+        "replay/age_mean": 2.5,
+        "replay/age_max": 4.0,
     }
 
 
