@@ -100,7 +100,7 @@ def claimed(url: str, sync_dir: Path, world: World | None = None) -> Iterator[Se
         world.alone(lambda: client.claim(RUN_ID, FAKE_FINGERPRINT))
         if not world.is_main:
             client.join(RUN_ID, FAKE_FINGERPRINT)
-        with client.renewing() if world.is_main else nullcontext():
+        with client.renewing(for_guests=world.size > 1) if world.is_main else nullcontext():
             yield client
         # Nobody asks any more.
         world.together(lambda: None)

@@ -266,7 +266,7 @@ def _connect(
     claimed: list[ServerLink] = []
 
     def claim() -> str:
-        claimed.append(_claim(config, prompts, tokenizer, server, stop, stack))
+        claimed.append(_claim(config, prompts, tokenizer, server, stop, world, stack))
         return claimed[0].directory.name
 
     run_id = world.first(claim)
@@ -279,6 +279,7 @@ def _claim(
     tokenizer: HasVocab,
     server: ManagedServer | None,
     stop: StopRequest,
+    world: World,
     stack: ExitStack,
 ) -> ServerLink:
     from axolotl.core.trainers.grpo.specs import sampling
@@ -297,7 +298,7 @@ def _claim(
     client.claim(run_id, ours, sampling(config))
     stack.callback(client.release)
     failpoints.point("srv.handshake")
-    stack.enter_context(client.renewing())
+    stack.enter_context(client.renewing(for_guests=world.size > 1))
     _check_rank(config, info.max_lora_rank)
     _check_versions(config, info.max_versions)
     _say(f"generating with the {info.engine} engine at {client.url} ({info.dtype}, instance {info.instance_id})")

@@ -201,16 +201,29 @@ class ServerClient:
         )
 
     @contextmanager
-    def renewing(self) -> Iterator[None]:
+    def renewing(self, *, for_guests: bool = False) -> Iterator[None]:
         """Keep the claim alive during the block. When another run has taken the server all the same, the next call
-        raises its `E-SRV-06`."""
+        raises its `E-SRV-06`.
+
+        Args:
+            for_guests: claim a server that has forgotten the run without a call that needs it: others may wait for that
+                while this process waits for them.
+        """
         assert self._holding.claimed is not None, "claim the server first"
-        with Lease(self._transport.another(), self._holding.claimed, self._lease_s) as lease:
+        on_forgotten = self._claim_again if for_guests else lambda: None
+        with Lease(self._transport.another(), self._holding.claimed, self._lease_s, on_forgotten) as lease:
             self._lease = lease
             try:
                 yield
             finally:
                 self._lease = None
+
+    def _claim_again(self) -> None:
+        def ask(patience: Patience) -> None:
+            if ask_info(self._transport).run_id is None:
+                raise Lost("has forgotten this run")
+
+        self._recovery.run("claim", ask)
 
     def release(self) -> None:
         """Give the server back. Does nothing without a claim; a server that is gone is released already."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from types import TracebackType
 
 from axolotl.errors import AxolotlError
@@ -18,20 +19,29 @@ RENEW_TIMEOUT_S = 0.45
 class Lease:
     """Owner of one thread, which ends with the block. No daemon: nobody is renewed by a run that has ended.
 
-    A server that is away is not its affair, the calls of the run notice that. A server that another run has taken is:
+    A server that is away is not its affair, the calls of the run notice that; nor is one that is back and has forgotten
+    the run, unless `on_forgotten` says otherwise. A server that another run has taken is:
     `problem` is then what it said, for the next call to raise, and renewing ends.
 
     Args:
         transport: for this thread alone; closed with the block.
         claimed: the claim.
         lease_s: how long it lasts without a sign of life.
+        on_forgotten: called by the thread, each time it finds that the server holds no run.
     """
 
-    def __init__(self, transport: Transport, claimed: SessionRequest, lease_s: float) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        claimed: SessionRequest,
+        lease_s: float,
+        on_forgotten: Callable[[], None] = lambda: None,
+    ) -> None:
         self.problem: AxolotlError | None = None
         self._transport = transport
         self._request = claimed.model_copy(update={"action": "renew", "sampling": None})
         self._interval_s = lease_s / RENEWALS_PER_LEASE
+        self._on_forgotten = on_forgotten
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._work, name="server-lease")
 
@@ -60,6 +70,10 @@ class Lease:
         try:
             self._transport.post("/session/", self._request, SessionResponse, RENEW_TIMEOUT_S, None)
         except AxolotlError as refusal:
-            # A server that was restarted has no run at all; the next call of ours claims it again.
-            if refusal.code == "E-SRV-06" and ask_info(self._transport, RENEW_TIMEOUT_S).run_id is not None:
+            if refusal.code != "E-SRV-06":
+                return
+            if ask_info(self._transport, RENEW_TIMEOUT_S).run_id is not None:
                 self.problem = refusal
+            else:
+                # It was restarted; the next call of ours claims it again.
+                self._on_forgotten()

@@ -205,23 +205,27 @@ def test_what_the_proof_raises_ends_the_run(server: ScriptedServer, connect: Con
 def test_a_guest_waits_until_the_first_process_has_given_the_server_its_versions_again(
     server: ScriptedServer, connect: Connect
 ) -> None:
-    """It claims and pushes nothing itself, and gives nothing back."""
+    """It claims and pushes nothing itself, and gives nothing back; the first process is busy elsewhere."""
     first, guest, request = connect(), connect(), request_for(version=1)
+    proofs: list[list[int]] = []
+    first.on_recovered = lambda: proofs.append(sorted(server.loaded))
     first.claim("r", FAKE_FINGERPRINT)
     guest.join("r", FAKE_FINGERPRINT)
     first.set_adapter(1, DIGESTS[1])
     server.faults = [Fault("restart", after=1)]
-    with ThreadPoolExecutor(1) as thread:
-        waiting = thread.submit(guest.generate, request)
-        # One request of each, and the first process comes upon a server that has forgotten it.
-        while server.num_restarts == 0:
-            server.asked.acquire(timeout=10)
-        assert first.generate(request) == expected(request, "instance-2")
-        assert waiting.result(timeout=15) == expected(request, "instance-2", "instance-1")
+    with first.renewing(for_guests=True):
+        assert guest.generate(request) == expected(request, "instance-2", "instance-1")
     guest.release()
-    assert server.run_id == "r"
-    assert [body["action"] for body in server.bodies("/session/")] == ["claim", "claim"]
+    assert server.run_id == "r" and proofs == [[1]]
     assert [body["version"] for body in server.bodies("/set_lora_adapter/")] == [1, 1]
+
+
+def test_a_guest_whose_run_is_over_does_not_wait_for_ever(server: ScriptedServer, connect: Connect) -> None:
+    guest = connect(SHORT_S, sleep=lambda s: None)
+    guest.join("r", FAKE_FINGERPRINT)
+    with pytest.raises(ServerError) as problem:
+        guest.generate(request_for())
+    assert problem.value.code in ("E-SRV-04", "E-SRV-05")
 
 
 # Waiting
