@@ -148,6 +148,14 @@ def test_ranks_that_read_other_prompts_are_refused(copy: Path) -> None:
         assert "E-DAT-08" in ranks[0].output and "E-DAT-08" in ranks[1].output
 
 
+def test_all_weights_may_be_trained(copy: Path) -> None:
+    """In process; that the ranks agree on the weights is checked at every step."""
+    flags = ("--adapter", "null", "--lora_r", "null", "--lora_alpha", "null", "--lora_target_linear", "null")
+    with forked_ranks(copy, "train", "config.yaml", "--max_steps", "2", "--trl.beta", "0.1", *flags) as ranks:
+        assert ends(ranks) == [0, 0], ranks[0].output + ranks[1].output
+    assert (copy / "out" / "model.safetensors").is_file()
+
+
 def test_every_rank_asks_the_server_that_the_first_one_starts(tmp_path: Path, tiny_model: Path) -> None:
     """Ahead, with replay, re-roll and skipped groups, under one claim."""
     project(

@@ -65,6 +65,9 @@ CASES: dict[str, Case] = {
     "interval": Case("grpo", {"sync_interval": 2}),
     "batch scale": Case("grpo", scale="batch", flat=FLAT),
     "kl": Case("grpo", arguments={"beta": 0.1}),
+    "checkpointing": Case(
+        "dapo", arguments={"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+    ),
     "slices": Case("dapo", {"span": Span(2, 2)}),
 }
 

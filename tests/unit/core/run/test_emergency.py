@@ -14,14 +14,28 @@ import pytest
 
 from axolotl.core.run.emergency import emergency_checkpoint
 from axolotl.core.run.signals import StopRequest
-from axolotl.errors import AxolotlError, ConfigError, DataError, Interrupted, ServerError, StorageError, SyncError
+from axolotl.errors import (
+    AxolotlError,
+    ConfigError,
+    DataError,
+    Interrupted,
+    PeerError,
+    RewardError,
+    ServerError,
+    StorageError,
+    SyncError,
+)
 from tests.support.checkpoints import saved, truncate
 
 
 class Trainer:
-    """What the emergency needs of transformers' trainer; saving goes through the store, or fails."""
+    """What the emergency needs of transformers' trainer; saving goes through the store, or fails.
 
-    def __init__(self, output: Path, step: int, failure: Exception | None = None) -> None:
+    is_agreed: whether all ranks have ended at the same place.
+    """
+
+    def __init__(self, output: Path, step: int, failure: Exception | None = None, *, is_agreed: bool = True) -> None:
+        self.pipeline = SimpleNamespace(world=SimpleNamespace(may_save=lambda fault: is_agreed))
         self.state = SimpleNamespace(global_step=step)
         self.args, self.control, self.model = object(), object(), object()
         self.saved: list[int] = []
@@ -62,6 +76,24 @@ def test_the_last_finished_step_is_saved_and_named(tmp_path: Path, error: Axolot
     trainer = Trainer(tmp_path, 7)
     assert "checkpoint-7" in end(trainer, tmp_path, error).saved
     assert trainer.saved == [7], "callbacks know of it too"
+
+
+@pytest.mark.parametrize(
+    ("there", "is_saved"), [(ServerError, True), (StorageError, True), (RewardError, False), (None, False)]
+)
+def test_what_another_rank_ended_with_is_saved_as_if_it_were_our_own(
+    tmp_path: Path, there: type[AxolotlError] | None, is_saved: bool
+) -> None:
+    trainer = Trainer(tmp_path, 7)
+    end(trainer, tmp_path, PeerError("process 1: x", exit_code_there=there.exit_code if there else None))
+    assert bool(trainer.saved) is is_saved
+
+
+def test_a_rank_alone_saves_nothing(tmp_path: Path) -> None:
+    """Saving takes all of them."""
+    trainer = Trainer(tmp_path, 7, is_agreed=False)
+    end(trainer, tmp_path, ServerError("lost"))
+    assert trainer.saved == []
 
 
 def test_one_that_exists_is_left_alone(tmp_path: Path) -> None:

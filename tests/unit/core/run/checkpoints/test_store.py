@@ -12,7 +12,6 @@ import pytest
 from axolotl.core.run.checkpoints.finding import newest_verified
 from axolotl.core.run.checkpoints.manifest import verify
 from axolotl.core.run.checkpoints.store import CheckpointStore, checkpoints, step_of, temporaries
-from axolotl.core.trainers.grpo.distributed import World
 from axolotl.errors import PeerError, StorageError
 from tests.support.checkpoints import CONTENTS, flip, saved, truncate, write
 from tests.support.failing_disk import FailingDisk, is_full, is_killed
@@ -213,19 +212,21 @@ def test_recovery_deletes_what_is_not_complete(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-class OneOfTwo(World):
+class OneOfTwo:
     """A rank whose other rank does well, or fails at everything that they do together."""
 
     def __init__(self, rank: int, *, other_fails: bool = False) -> None:
-        super().__init__(rank, 2)
-        self._other = {"rank": 1 - rank, "code": "E-STO-01", "what": "full", "why": "", "do": "", "exit_code": 9}
+        self.is_main = rank == 0
         self._other_fails = other_fails
 
-    def total(self, value: float) -> float:
-        return value + self._other_fails
+    def together(self, action: Callable[[], Any]) -> Any:
+        result = action()
+        if self._other_fails:
+            raise PeerError("process 1: full", code="E-STO-01")
+        return result
 
-    def gather(self, value: Any) -> list[Any]:
-        return [value, {**self._other, "is_signal": False}]
+    def alone(self, action: Callable[[], Any]) -> None:
+        self.together(action if self.is_main else lambda: None)
 
 
 def test_ranks_fail_together(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def pipeline(produced: RolloutBatch) -> RolloutPipeline:
         "producer": SimpleNamespace(
             depth=0, placed=(order,), groups=lambda: iter(enumerate(produced.groups)), metrics={}
         ),
-        "scorer": SimpleNamespace(score=score),
+        "scorer": SimpleNamespace(score=score, compare=lambda rewarded: rewarded),
         "collate": lambda groups: produced,
         "sync": SimpleNamespace(version=NEWEST, metrics={}, keeps_versions=True),
         "accelerator": None,
