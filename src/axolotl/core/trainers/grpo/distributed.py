@@ -82,11 +82,13 @@ class World:
             result = action()
         except Exception as error:
             problem = error
+        is_fault = problem is not None and not isinstance(problem, Interrupted)
+        waits_s = self.grace_s if is_fault else None
         try:
-            num_failed = self.total(0.0) if problem is None else self._reduced(1.0, dist.ReduceOp.SUM, self.grace_s)
+            num_failed = self._reduced(float(problem is not None), dist.ReduceOp.SUM, waits_s)
         except PeerError:
             # A launcher ends those that are left with a signal: that is not what went wrong.
-            if problem is None or isinstance(problem, Interrupted):
+            if problem is None or not is_fault:
                 raise
             raise problem from None
         if num_failed:
