@@ -178,8 +178,7 @@ def test_every_rank_asks_the_server_that_the_first_one_starts(tmp_path: Path, ti
         assert "generating with" in ranks[0].output and "generating with" not in ranks[1].output
     steps = metrics(tmp_path / "out")
     assert [step["staleness/max"] for step in steps] == [0, 1, 1, 1]
-    assert max(step["replay/size"] for step in steps) <= 3
+    assert 1 <= max(step["replay/size"] for step in steps) <= 3, "a total over both"
     lines = read_journal(tmp_path / "out" / "journal.jsonl")
     assert [len(line["groups"]) for line in lines] == [4] * STEPS
     assert len({instance for line in lines for instance in line["instances"]}) == 1
-    assert len(list((tmp_path / "sync" / "adapters").iterdir())) <= 1, "one run, one claim"
