@@ -56,8 +56,8 @@ SKIPS = {"skips_zero_signal": True}
 
 CASES: dict[str, Case] = {
     **{loss: Case(loss) for loss in LOSSES},
-    **{f"streaming {loss}": streaming(loss) for loss in ("grpo", "bnpo", "dapo", "cispo", "vespo")},
-    **{f"skip {loss}": Case(loss, SKIPS, flat=FLAT, micro_batch_size=3) for loss in ("grpo", "bnpo", "dapo")},
+    **{f"streaming {loss}": streaming(loss) for loss in ("grpo", "bnpo", "dapo", "vespo")},
+    **{f"skip {loss}": Case(loss, SKIPS, flat=FLAT, micro_batch_size=3) for loss in ("grpo", "dapo")},
     "skip streaming": replace(streaming("dapo", flat=FLAT), step={**streaming("dapo").step, **SKIPS}),
     "skip everything": Case("grpo", SKIPS, flat=frozenset(range(9))),
     "ahead": Case("dapo", depth=1),

@@ -20,6 +20,7 @@ from axolotl.cli.config import LoadedConfig, config_from_mapping
 from axolotl.core.run.signals import StopRequest
 from axolotl.core.trainers.grpo import assembly, specs
 from axolotl.core.trainers.grpo.args import grpo_arguments
+from axolotl.core.trainers.grpo.distributed import World
 from axolotl.core.trainers.grpo.rewards.loading import load_rewards
 from axolotl.core.trainers.grpo.span import Span
 from axolotl.core.trainers.grpo.weight_sync.transport import TrainerSide
@@ -175,7 +176,7 @@ def client_timeout(config: AxolotlConfig) -> float:
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         patch.setattr(train, "ServerClient", client)
         with pytest.raises(Noted):
-            train._connect(config, None, None, None, StopRequest(), stack)  # type: ignore[arg-type]
+            train._connect(config, None, None, None, StopRequest(), World(), stack)  # type: ignore[arg-type]
     return given[0]
 
 
@@ -233,6 +234,7 @@ def sync_parts(config: AxolotlConfig) -> tuple[Any, dict[str, Any]]:
         prompts=SimpleNamespace(train=[SimpleNamespace(ids=[1, 2, 3])]),
         precision=Precision(torch.float32, None),
         device="cpu",
+        world=World(),
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(assembly, "ProvenSync", lambda delivery, *_, **more: given.append((delivery, more)))
@@ -248,12 +250,12 @@ def depth(config: AxolotlConfig) -> int:
 
 
 def replay(config: AxolotlConfig) -> Any:
-    return assembly._replay(config, specs.advantage_spec(config, 1))
+    return assembly._replay(config, specs.advantage_spec(config, 1), World())
 
 
 def reroll(config: AxolotlConfig) -> Any:
     """In a run of ten steps."""
-    return assembly._reroll(config, 10)
+    return assembly._reroll(config, 10, World())
 
 
 def refusals(config: AxolotlConfig) -> int:
