@@ -18,9 +18,9 @@ from tests.support.rank_runs import CASES, STEPS, Trained, trained
 
 # What two ranks log as one does.
 TOLD = {"loss", "grad_norm", "reward", "reward_std", "frac_reward_zero_std", "num_tokens"}
-TOLD_OF = ("ledger/", "completions/", "staleness/", "rewards/", "sampling/")
+TOLD_OF = ("ledger/", "completions/", "staleness/", "rewards/")
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Ite
     with scripted_server() as server:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         command += ["-m", "tests.support.rank_runs", server.url, str(tiny_model), str(directory)]
-        done = subprocess.run(command, cwd=REPO, env=environment(), capture_output=True, text=True, timeout=280)
+        done = subprocess.run(command, cwd=REPO, env=environment(), capture_output=True, text=True, timeout=500)
         assert done.returncode == 0, done.stdout + done.stderr
         yield TwoRanks(directory, server)
 
@@ -59,7 +59,9 @@ def test_two_ranks_learn_what_one_learns_from_the_union(
             torch.testing.assert_close(ours.weights[key], value, rtol=1e-5, atol=1e-6, msg=f"{key} on rank {rank}")
     told = two_ranks.result(name, 0).log
     for step, entry in enumerate(expected.log):
-        numbers = {key: value for key, value in entry.items() if key in TOLD or key.startswith(TOLD_OF)}
+        # Where nothing has signal each rank runs a row of its own, so that there are gradients.
+        told_of = TOLD_OF if name == "skip everything" else (*TOLD_OF, "sampling/")
+        numbers = {key: value for key, value in entry.items() if key in TOLD or key.startswith(told_of)}
         assert {key: told[step][key] for key in numbers} == pytest.approx(numbers, rel=1e-4, abs=1e-6), step
 
 

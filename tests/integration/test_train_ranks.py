@@ -60,7 +60,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
     directory = project(tmp_path_factory.mktemp("calm"), tiny_model)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["-m", "axolotl.cli.main", "train", "config.yaml", *SAVE]
-    done = subprocess.run(command, cwd=directory, env=environment(), capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, cwd=directory, env=environment(), capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stdout + done.stderr
     (directory / "said.log").write_text(done.stdout + done.stderr)
     return directory
