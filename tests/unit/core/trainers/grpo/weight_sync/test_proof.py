@@ -261,7 +261,7 @@ def test_after_a_restart_full_weights_begin_with_a_canary_again() -> None:
     assert world.calls == ["score 0", "score 2"]
     world.become(-1.6)
     sync.push(3)
-    assert f"deliver {CANARY}" in world.calls and world.calls[-2:] == ["deliver 3", "score 3"]
+    assert f"deliver {CANARY}" in world.calls and world.calls[-3:] == ["deliver 3", "score 3", "draw 3"]
     world.calls.clear()
     sync.push(4)
     assert world.calls == ["deliver 4", "score 4"]
