@@ -10,6 +10,7 @@ import uuid
 import warnings
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ from axolotl.core.run.checkpoints.store import CheckpointStore
 from axolotl.errors import Interrupted, ServerError, SyncError
 from axolotl.serving.client import ServerClient
 from axolotl.serving.link import ServerLink
+from axolotl.serving.wire import ServerInfo
 from axolotl.utils.schemas.config import AxolotlConfig
 from axolotl.utils.schemas.plan import server_url, sync_dir, uses_server, versions_alive
 
@@ -215,8 +217,7 @@ def _connect(
     stack.callback(client.release)
     failpoints.point("srv.handshake")
     stack.enter_context(client.renewing())
-    _check_rank(config, info.max_lora_rank)
-    _check_versions(config, info.max_versions)
+    client.require(partial(_check_limits, config))
     _say(f"generating with the {info.engine} engine at {client.url} ({info.dtype}, instance {info.instance_id})")
     return ServerLink(client, sync_dir(config) / "adapters" / run_id)
 
@@ -224,6 +225,12 @@ def _connect(
 def _server_timeout(config: AxolotlConfig) -> float:
     """The longest time without contact or token progress, in seconds."""
     return float(config.trl.vllm_server_timeout or 300)
+
+
+def _check_limits(config: AxolotlConfig, info: ServerInfo) -> None:
+    """Of a server, which another config may have been started with."""
+    _check_rank(config, info.max_lora_rank)
+    _check_versions(config, info.max_versions)
 
 
 def _check_rank(config: AxolotlConfig, limit: int | None) -> None:
