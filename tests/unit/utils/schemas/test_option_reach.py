@@ -29,7 +29,7 @@ from axolotl.serving.link import ServerLink
 from axolotl.utils.schemas.availability import not_available
 from axolotl.utils.schemas.config import AxolotlConfig
 from axolotl.utils.schemas.plan import batch_plan, server_url, uses_server
-from axolotl.utils.schemas.rules import asynchronous_options_have_a_producer, staleness_is_possible
+from axolotl.utils.schemas.rules.rollouts import asynchronous_options_have_a_producer, staleness_is_possible
 from axolotl.utils.schemas.trl import TRLConfig
 from tests.support.tiny_model import make_tiny_tokenizer
 
