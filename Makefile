@@ -85,7 +85,7 @@ test: lint types $(STAMPS)/smollm2 $(STAMPS)/vllm ## everything: lint, types, do
 
 # Importing vLLM takes ten seconds, so the tests of its engine run with `make test` only.
 test-fast: $(STAMPS)/base ## unit tests: no server, no network, under 60 seconds
-	OMP_NUM_THREADS=1 $(PYTEST) tests/unit -q -n 3 --dist worksteal --ignore-glob='*/engines/test_vllm_*' $(ARGS)
+	OMP_NUM_THREADS=1 $(PYTEST) tests/unit -q -n 3 --dist worksteal -m 'not slow' --ignore-glob='*/engines/test_vllm*' $(ARGS)
 
 test-integration: $(STAMPS)/smollm2 $(STAMPS)/vllm ## tests that start servers and train small models
 	$(PYTEST) $(SPREAD) tests/integration $(ARGS)

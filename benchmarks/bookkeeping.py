@@ -1,6 +1,6 @@
 """What ledger, journal and metrics cost: the share of a step's time that they take.
 
-    python benchmarks/bookkeeping.py [--steps N] [--threads N] [--directory DIR]
+    python benchmarks/bookkeeping.py [--steps N] [--threads N] [--directory DIR] [--model DIR]
 
 One run, in which every second step goes without: bookkeeping has no switch, so this script makes the functions that do
 it return at once. `on` and `off` are the medians of the two kinds of steps, the first of each left out. What a busy
@@ -66,7 +66,7 @@ class Meter:
         setattr(owner, name, call)
 
 
-def prepare(directory: Path, steps: int) -> None:
+def prepare(directory: Path, model: Path | None, steps: int) -> None:
     sys.path.insert(0, str(ROOT))
     sys.path.insert(0, str(ROOT / "benchmarks"))
     from sync_latency import quickstart_model
@@ -75,7 +75,7 @@ def prepare(directory: Path, steps: int) -> None:
 
     make_project(
         directory,
-        quickstart_model(),
+        model or quickstart_model(),
         num_questions=48,
         lora_r=16,
         lora_alpha=32,
@@ -138,10 +138,11 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=5, help="of each kind")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--directory", type=Path, help="where the run is written; a temporary one if not given")
+    parser.add_argument("--model", type=Path, help="another than the quickstart's")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="axolotl-bench-", dir=arguments.directory) as scratch:
         directory = Path(scratch)
-        prepare(directory, 2 * arguments.steps + 2)
+        prepare(directory, arguments.model, 2 * arguments.steps + 2)
         meter = measure(directory, 2 * arguments.steps + 2, arguments.threads)
     on, off = meter.on[1:], meter.off[1:]
     for label, seconds in sorted(meter.by_part.items(), key=lambda item: -item[1]):

@@ -1,6 +1,6 @@
 """How near prefetching and streaming come to the shortest step that is possible: generation and training at once.
 
-    python benchmarks/overlap.py [--rounds N] [--groups M] [--output PICTURE.png]
+    python benchmarks/overlap.py [--rounds N] [--groups M] [--ratios R ...] [--output PICTURE.png]
 
 One run of one trainer. The server sleeps instead of computing (stub_server.py), from 0.25 to 4 times as long as
 training takes, which is measured first and all along; HTTP, threads, scoring, training and the push of the adapter are
@@ -10,7 +10,9 @@ With g seconds of generation, t of training and w that a push blocks, in M chunk
     prefetch    max(g, t) + w                    while step k is trained, k + 1 is made
     streaming   max(g + t/M, g/M + t) + w        a group is trained as soon as it is there
 
-The last line is the worst ratio of a median to its limit; the exit code is 1 when it is above 1.2.
+Each round compares the median of its steps with the limit that follows from training alone just before and just after
+them, because a machine is not equally fast all the time; a ratio is the median over the rounds. The last line is the
+worst one; the exit code is 1 when it is above 1.2.
 """
 
 from __future__ import annotations
@@ -80,21 +82,32 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Row:
-    """A schedule at one ratio: medians of its steps, and the shortest step that is possible."""
+class Round:
+    """The steps of one block, medians in seconds, and the shortest step that was possible then."""
 
-    schedule: Schedule
-    ratio: float
     generation: float
     training: float
     measured: float
-    lowest: float
-    highest: float
     limit: float
 
     @property
     def over(self) -> float:
         return self.measured / self.limit
+
+
+@dataclass(frozen=True)
+class Row:
+    """A schedule at one ratio: seconds of its shortest and its longest step, and its rounds."""
+
+    schedule: Schedule
+    ratio: float
+    lowest: float
+    highest: float
+    rounds: Sequence[Round]
+
+    def median(self, name: str) -> float:
+        """Over the rounds, of one of their numbers."""
+        return statistics.median(getattr(each, name) for each in self.rounds)
 
 
 def shortest(schedule: Schedule, g: float, t: float, w: float, chunks: int) -> float:
@@ -108,12 +121,12 @@ def shortest(schedule: Schedule, g: float, t: float, w: float, chunks: int) -> f
             return max(g + t / chunks, g / chunks + t) + w
 
 
-def plan(rounds: int) -> list[Block]:
-    """Training time first; then, in every round and at every ratio, it again beside the schedules to be measured."""
+def plan(rounds: int, ratios: Sequence[float]) -> list[Block]:
+    """Training time first; then, in every round and at every ratio, the schedules to be measured and it again."""
     lengths: list[tuple[Schedule, float, int]] = [("synchronous", 0.0, 6)]
     for _ in range(rounds):
-        for ratio in RATIOS:
-            lengths += [("synchronous", 0.0, 3), ("prefetch", ratio, 4), ("streaming", ratio, 4)]
+        for ratio in ratios:
+            lengths += [("prefetch", ratio, 4), ("streaming", ratio, 4), ("synchronous", 0.0, 4)]
     blocks, first = [], 0
     for schedule, ratio, count in lengths:
         blocks.append(Block(schedule, ratio, first, first + count))
@@ -173,7 +186,7 @@ class Arms(TrainerCallback):
     def _training(self) -> float:
         """Of the last two blocks that measured it."""
         times = [step.training for step in self.steps if step.block.schedule == "synchronous"]
-        return statistics.median(times[-7:])
+        return statistics.median(times[-6:])
 
 
 def step_spec(groups: int, *, is_streaming: bool) -> StepSpec:
@@ -187,7 +200,7 @@ def step_spec(groups: int, *, is_streaming: bool) -> StepSpec:
     )
 
 
-def run(rounds: int, groups: int, directory: Path) -> list[Step]:
+def run(rounds: int, groups: int, ratios: Sequence[float], directory: Path) -> list[Step]:
     import torch
 
     from tests.support.recorded import arguments, tiny_policy
@@ -198,7 +211,7 @@ def run(rounds: int, groups: int, directory: Path) -> list[Step]:
     model, tokenizer = tiny_policy(
         make_tiny_model(directory / "model", hidden_size=192, intermediate_size=768, num_hidden_layers=LAYERS)
     )
-    blocks = plan(rounds)
+    blocks = plan(rounds, ratios)
     arms = Arms(blocks, groups)
     args = arguments(
         directory / "output",
@@ -231,33 +244,46 @@ def run(rounds: int, groups: int, directory: Path) -> list[Step]:
 
 def table(steps: Sequence[Step], groups: int) -> list[Row]:
     rows = []
-    for schedule in MEASURED:
-        for ratio in RATIOS:
-            own = [step for step in steps if step.block.schedule == schedule and step.block.ratio == ratio]
-            t = statistics.median(step.training for step in beside(steps, own))
-            g = statistics.median(step.generation for step in own)
-            w = statistics.median(step.sync for step in own)
-            seconds = [step.seconds for step in own]
-            measured = (statistics.median(seconds), min(seconds), max(seconds))
-            rows.append(Row(schedule, ratio, g, t, *measured, shortest(schedule, g, t, w, groups)))
+    for schedule, ratio in sorted({(s.block.schedule, s.block.ratio) for s in steps if s.block.schedule in MEASURED}):
+        own = [step for step in steps if (step.block.schedule, step.block.ratio) == (schedule, ratio)]
+        seconds = [step.seconds for step in own]
+        rounds = [
+            measured([step for step in own if step.block == block], steps, groups)
+            for block in dict.fromkeys(step.block for step in own)
+        ]
+        rows.append(Row(schedule, ratio, min(seconds), max(seconds), rounds))
     return rows
 
 
-def beside(steps: Sequence[Step], own: Sequence[Step]) -> Iterator[Step]:
-    """The steps that measured training alone, just before and just after the blocks of `own`."""
-    for first in {step.block.first for step in own}:
-        yield from (s for s in steps if s.block.schedule == "synchronous" and -8 <= s.block.first - first <= 8)
+def measured(own: Sequence[Step], steps: Sequence[Step], groups: int) -> Round:
+    """The steps of one block against what the blocks of training alone around it allow."""
+    block = own[0].block
+    t = statistics.median(step.training for step in around(steps, block))
+    g = statistics.median(step.generation for step in own)
+    w = statistics.median(step.sync for step in own)
+    seconds = statistics.median(step.seconds for step in own)
+    return Round(g, t, seconds, shortest(block.schedule, g, t, w, groups))
+
+
+def around(steps: Sequence[Step], block: Block) -> Iterator[Step]:
+    """The steps that measured training alone, last before `block` and first after it."""
+    alone = [step for step in steps if step.block.schedule == "synchronous"]
+    before = max((step.block.first for step in alone if step.block.end <= block.first), default=-1)
+    after = min((step.block.first for step in alone if step.block.first >= block.end), default=-1)
+    yield from (step for step in alone if step.block.first in (before, after))
 
 
 def report(rows: Sequence[Row], groups: int) -> float:
     """Print the table; returns the worst ratio."""
     names = ("generation", "training", "measured", "min", "max", "limit", "measured / limit")
-    print(f"{f'{groups} groups a step; seconds':<28}" + "".join(f"{name:>{max(len(name), 7) + 2}}" for name in names))
+    widths = [max(len(name), 7) + 2 for name in names]
+    print(f"{f'{groups} groups a step; seconds':<28}" + "".join(map(str.rjust, names, widths)))
     for row in rows:
-        values = (row.generation, row.training, row.measured, row.lowest, row.highest, row.limit, row.over)
-        cells = (f"{value:{max(len(name), 7) + 2}.3f}" for name, value in zip(names, values, strict=True))
+        g, t, seconds, limit, over = map(row.median, ("generation", "training", "measured", "limit", "over"))
+        values = (g, t, seconds, row.lowest, row.highest, limit, over)
+        cells = (f"{value:{width}.3f}" for value, width in zip(values, widths, strict=True))
         print(f"  {row.schedule:<11} g = {row.ratio:4.2f} t   " + "".join(cells))
-    return max(row.over for row in rows)
+    return max(row.median("over") for row in rows)
 
 
 def draw(rows: Sequence[Row], groups: int, path: Path) -> None:
@@ -276,7 +302,7 @@ def draw(rows: Sequence[Row], groups: int, path: Path) -> None:
         if own:
             axes.plot(
                 [row.ratio for row in own],
-                [row.measured / row.training for row in own],
+                [row.median("measured") / row.median("training") for row in own],
                 "o",
                 color=colour,
                 label=f"{schedule}, measured",
@@ -293,12 +319,13 @@ def draw(rows: Sequence[Row], groups: int, path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--groups", type=int, default=8)
+    parser.add_argument("--ratios", type=float, nargs="+", default=RATIOS, help="of generation to training")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "overlap.png")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="axolotl-bench-") as directory:
-        steps = run(arguments.rounds, arguments.groups, Path(directory))
+        steps = run(arguments.rounds, arguments.groups, arguments.ratios, Path(directory))
     rows = table(steps, arguments.groups)
     worst = report(rows, arguments.groups)
     draw(rows, arguments.groups, arguments.output)

@@ -92,6 +92,7 @@ class ScriptedServer:
     def __init__(self) -> None:
         self.instance_id = "instance-1"
         self.fingerprint: Fingerprint = FAKE_FINGERPRINT
+        self.max_versions = 3
         self.faults: list[Fault] = []
         self.health: list[str] = []
         self.push_refusals: list[tuple[int, ErrorBody]] = []
@@ -170,7 +171,7 @@ class ScriptedServer:
             weight_transports=["files"],
             max_model_len=64,
             max_lora_rank=None,
-            max_versions=3,
+            max_versions=self.max_versions,
             adapter_version=self.current,
             loaded_versions=sorted(self.loaded),
             run_id=self.run_id,

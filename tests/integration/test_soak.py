@@ -64,6 +64,10 @@ def trainer_report(**columns: list[int]) -> trainer_soak.Report:
 
 def test_of_a_training_run_a_leak_is_found_and_what_comes_and_goes_is_none() -> None:
     assert not trainer_report(files=[9, 11, 9, 9, 11, 9], temporaries=[2, 4, 2, 4, 2, 2]).problems(with_memory=True)
+    alternating = [int(digit) for digit in "545445444544544444544544555545455555544445"]
+    assert not trainer_soak.Report(
+        60, [trainer_soak.Sample(12 + number, 0, 9, 4, value) for number, value in enumerate(alternating)]
+    ).problems(with_memory=False)
     for name in trainer_soak.COUNTED:
         leaking = trainer_report(**{name: [9, 9, 9, 9, 10, 10]})
         assert [problem.split(":")[0] for problem in leaking.problems(with_memory=False)] == [name]

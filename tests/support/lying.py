@@ -44,6 +44,9 @@ class Lie:
         return cls(scores=answers, samples=answers)
 
 
+#: All that the canary's proof asks for is right, and every score afterwards; only completions are the base model's.
+SAMPLES_WITH_THE_BASE_MODEL_AFTER_THE_CANARY = Lie(samples=with_the_base_model_after_the_canary)
+
 HONEST = Lie()
 
 

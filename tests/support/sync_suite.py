@@ -23,6 +23,7 @@ from axolotl.core.trainers.grpo.weight_sync import full_weights, lora_files
 from axolotl.serving.wire import CANARY_VERSION
 from tests.support.live_server import LiveServer
 from tests.support.lying import (
+    SAMPLES_WITH_THE_BASE_MODEL_AFTER_THE_CANARY,
     Lie,
     with_the_base_model,
     with_the_base_model_after_the_canary,
@@ -145,6 +146,14 @@ class SyncSuite:
         error = capsys.readouterr().err
         assert "E-SYN-11" in error and named in error
         assert trainers[0].state.global_step == steps
+
+    def test_completions_of_the_base_model_behind_honest_scores_are_caught(
+        self, serve: Serve, trainers: Trainers, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with serve(SAMPLES_WITH_THE_BASE_MODEL_AFTER_THE_CANARY) as server:
+            assert train(server) == 7
+        assert "tokens that it sampled are another model's" in capsys.readouterr().err
+        assert trainers[0].state.global_step == 1
 
     @pytest.mark.parametrize("interval", ["1", "0"])
     def test_full_weights_that_are_not_loaded_are_caught_by_the_canary(

@@ -31,11 +31,12 @@ class World(nn.Module):
     temperature = 0.7
     probe = PROBE
 
-    def __init__(self, *, has_adapter: bool = False, noise: float = 0.0) -> None:
+    def __init__(self, *, has_adapter: bool = False, noise: float = 0.0, num_drawn: int = len(DRAWN)) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.tensor([BASE], dtype=torch.float64), requires_grad=False)
         self.has_adapter = has_adapter
         self.noise = noise
+        self.drawn = DRAWN[:num_drawn]
         self.served = {0: BASE}
         self.info = SimpleNamespace(instance_id="instance-1")
         self.calls: list[str] = []
@@ -89,7 +90,7 @@ class World(nn.Module):
         self, prompts: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]], temperature: float, version: int
     ) -> list[list[float]]:
         assert (prompts, temperature) == ([PROBE.context], 0.7)
-        assert tuple(tokens[0]) in (TOKENS, DRAWN)
+        assert tuple(tokens[0]) in (TOKENS, self.drawn)
         self.calls.append(f"score {version}")
         return [[self.served[version] + self.noise * (1 if version % 2 else -1)] * len(tokens[0])]
 
@@ -97,8 +98,8 @@ class World(nn.Module):
         assert (request.prompts, request.sampling.temperature) == ([list(PROBE.context)], 0.7)
         version = request.adapter_version
         self.calls.append(f"draw {version}")
-        logprobs: list[float | None] = [self.draws_with(version)] * len(DRAWN)
-        drawn = Completion(ids=list(DRAWN), logprobs=logprobs, finish_reason="length")
+        logprobs: list[float | None] = [self.draws_with(version)] * len(self.drawn)
+        drawn = Completion(ids=list(self.drawn), logprobs=logprobs, finish_reason="length")
         groups = [Group(index=0, completions=[drawn])]
         return GenerateResponse(request_id="r", instance_id="i", adapter_version=version, groups=groups)
 
@@ -107,11 +108,11 @@ class World(nn.Module):
     def policy(self) -> nn.Module:
         return self
 
-    def current(self) -> torch.Tensor:
-        return self.weight.repeat(len(TOKENS))
+    def current(self, tokens: Sequence[int] = TOKENS) -> torch.Tensor:
+        return self.weight.repeat(len(tokens))
 
-    def base(self) -> torch.Tensor:
-        return torch.full((len(TOKENS),), BASE, dtype=torch.float64)
+    def base(self, tokens: Sequence[int] = TOKENS) -> torch.Tensor:
+        return torch.full((len(tokens),), BASE, dtype=torch.float64)
 
     def _take(self, version: int, value: float) -> None:
         if not self.has_adapter:

@@ -22,6 +22,7 @@ from axolotl.core.run.checkpoints.store import CheckpointStore
 from axolotl.errors import ConfigError, DataError, Interrupted, PeerError, ServerError, SyncError
 from axolotl.serving.client import ServerClient
 from axolotl.serving.link import ServerLink
+from axolotl.serving.wire import ServerInfo
 from axolotl.utils.schemas.config import AxolotlConfig
 from axolotl.utils.schemas.plan import server_url, sync_dir, uses_server, versions_alive
 
@@ -299,8 +300,7 @@ def _claim(
     stack.callback(client.release)
     failpoints.point("srv.handshake")
     stack.enter_context(client.renewing(for_guests=world.size > 1))
-    _check_rank(config, info.max_lora_rank)
-    _check_versions(config, info.max_versions)
+    client.require(partial(_check_limits, config))
     _say(f"generating with the {info.engine} engine at {client.url} ({info.dtype}, instance {info.instance_id})")
     return ServerLink(client, sync_dir(config) / "adapters" / run_id)
 
@@ -322,6 +322,12 @@ def _join(config: AxolotlConfig, run_id: str, tokenizer: HasVocab, stop: StopReq
 def _server_timeout(config: AxolotlConfig) -> float:
     """The longest time without contact or token progress, in seconds."""
     return float(config.trl.vllm_server_timeout or 300)
+
+
+def _check_limits(config: AxolotlConfig, info: ServerInfo) -> None:
+    """Of a server, which another config may have been started with."""
+    _check_rank(config, info.max_lora_rank)
+    _check_versions(config, info.max_versions)
 
 
 def _check_rank(config: AxolotlConfig, limit: int | None) -> None:

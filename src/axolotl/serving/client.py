@@ -134,6 +134,12 @@ class ServerClient:
     def on_claimed_again(self, hook: Callable[[], None] | None) -> None:
         self._holding.on_claimed_again = hook
 
+    def require(self, check: Callable[[ServerInfo], None]) -> None:
+        """`check` raises when this run cannot be served by such a server: it is called now, and for every one that
+        comes back, before it is given anything."""
+        check(self.info)
+        self._holding.on_met = check
+
     def close(self) -> None:
         self._transport.close()
 

@@ -49,6 +49,7 @@ class Holding:
 
     is_guest: another process of the run has the claim and pushes.
     info: what the server said of itself last. instances: every process that has been made to serve this run.
+    on_met: given what a server that came back says of itself; raises when it cannot serve this run.
     on_claimed_again: called when a server that had forgotten this run is claimed, before it gets its versions again.
     on_restored: called when it has them, before anything is asked of it. publish: writes the files of a version that
     has none, so that they can be pushed again, and returns the digest of their manifest.
@@ -65,6 +66,7 @@ class Holding:
         self.pushed: tuple[Pushed, ...] = ()
         self._coming_back: tuple[Pushed, ...] = ()
         self._has_dropped = False
+        self.on_met: Callable[[ServerInfo], None] | None = None
         self.publish: Callable[[int], str] | None = None
         self.on_claimed_again: Callable[[], None] | None = None
         self.on_restored: Callable[[], None] | None = None
@@ -149,7 +151,7 @@ class Holding:
 
         Raises:
             ServerError: `E-SRV-07` it has another base model now, `E-SRV-06` another run has taken it.
-            SyncError: a version cannot be pushed again.
+            SyncError: a version cannot be pushed again; what `on_met` raises.
         """
         before, now = self.info, ask_info(self._transport, patience.look_s())
         if before is not None and (unequal := differences(now.fingerprint, before.fingerprint)):
@@ -161,6 +163,8 @@ class Holding:
             )
         if self.is_guest and self.claimed is not None and now.run_id != self.claimed.run_id:
             raise Lost("has forgotten this run, whose first process has to claim it again")
+        if self.on_met is not None:
+            self.on_met(now)
         self.info = now
         if self.is_guest:
             self.met(now)

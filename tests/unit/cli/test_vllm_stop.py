@@ -125,6 +125,7 @@ def test_a_managed_server_is_told_to_come_back(
     assert f"the training run with pid {os.getpid()}, which starts it again" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_what_a_dead_run_has_left_is_ended_with_its_stopped_launcher(
     servers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

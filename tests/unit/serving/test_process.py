@@ -148,6 +148,7 @@ def test_nothing_outlives_a_parent_that_is_killed(tmp_path: Path, stopped: str) 
     wait_until(lambda: not is_running(server) and not is_running(launcher), "both gone", seconds=10)
 
 
+@pytest.mark.slow
 def test_a_group_that_is_stopped_while_it_has_time_to_close_is_killed_all_the_same(tmp_path: Path) -> None:
     log = tmp_path / "log"
     runner = subprocess.Popen([sys.executable, "-c", DEAF, str(log)], stdout=subprocess.PIPE, text=True)

@@ -14,7 +14,7 @@ import pytest
 from axolotl.errors import ServerError, SyncError
 from axolotl.serving.client import ServerClient
 from axolotl.serving.holding import Holding
-from axolotl.serving.wire import ErrorBody, Group
+from axolotl.serving.wire import ErrorBody, Group, ServerInfo
 from tests.fakes.engine import FAKE_FINGERPRINT
 from tests.fakes.server import Fault, FaultKind, ScriptedServer
 from tests.support.requests import expected, request_for
@@ -171,6 +171,31 @@ def test_another_model_after_a_restart_ends_the_run_at_once(server: ScriptedServ
     with pytest.raises(ServerError, match="came back with another model: other") as problem:
         client.generate(request_for())
     assert problem.value.code == "E-SRV-07" and "weights" in problem.value.why
+
+
+def test_a_server_that_comes_back_with_less_room_ends_the_run_before_it_is_given_anything(
+    server: ScriptedServer, connect: Connect
+) -> None:
+    """As one that a person has started again with another config."""
+
+    def holds_three(info: ServerInfo) -> None:
+        if info.max_versions < 3:
+            raise SyncError(f"the server holds {info.max_versions}", code="E-SYN-09")
+
+    client = connect()
+    client.require(holds_three)
+    client.claim("r", FAKE_FINGERPRINT)
+    client.set_adapter(1, DIGESTS[1])
+    server.restart()
+    assert client.generate(request_for(version=1)).instance_id == "instance-2"
+    server.restart()
+    server.max_versions = 2
+    server.calls.clear()
+    with pytest.raises(SyncError, match="holds 2"):
+        client.generate(request_for(version=1))
+    assert server.routes() == ["/generate/"]
+    with pytest.raises(SyncError, match="holds 2"):
+        connect().require(holds_three)
 
 
 def test_the_proof_may_use_the_client_and_is_repeated_when_the_server_goes_again(

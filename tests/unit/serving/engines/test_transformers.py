@@ -279,6 +279,7 @@ def test_an_adapter_file_changed_after_its_load_changes_nothing(
     with_engine(model_dir, body)
 
 
+@pytest.mark.slow
 def test_five_hundred_adapters_leave_nothing_behind(model_dir: Path, adapters: dict[int, Path]) -> None:
     def tensors() -> int:
         gc.collect()

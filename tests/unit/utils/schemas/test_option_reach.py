@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -18,7 +18,7 @@ import torch
 from axolotl.cli import train
 from axolotl.cli.config import LoadedConfig, config_from_mapping
 from axolotl.core.run.signals import StopRequest
-from axolotl.core.trainers.grpo import assembly, specs
+from axolotl.core.trainers.grpo import specs
 from axolotl.core.trainers.grpo.args import grpo_arguments
 from axolotl.core.trainers.grpo.distributed import World
 from axolotl.core.trainers.grpo.rewards.loading import load_rewards
@@ -30,7 +30,7 @@ from axolotl.serving.link import ServerLink
 from axolotl.utils.schemas.availability import not_available
 from axolotl.utils.schemas.config import AxolotlConfig
 from axolotl.utils.schemas.plan import batch_plan, server_url, uses_server
-from axolotl.utils.schemas.rules import asynchronous_options_have_a_producer, staleness_is_possible
+from axolotl.utils.schemas.rules.rollouts import asynchronous_options_have_a_producer, staleness_is_possible
 from axolotl.utils.schemas.trl import TRLConfig
 from tests.support.tiny_model import make_tiny_tokenizer
 
@@ -153,6 +153,13 @@ def advantage(name: str) -> Callable[[AxolotlConfig], Any]:
     return lambda config: getattr(specs.advantage_spec(config, len(config.trl.reward_funcs or ())), name)
 
 
+def assembly() -> ModuleType:
+    """The composition root. Only what needs it pays for the import of TRL, which takes seconds."""
+    from axolotl.core.trainers.grpo import assembly
+
+    return assembly
+
+
 def importance(name: str) -> Callable[[AxolotlConfig], Any]:
     return lambda config: getattr(specs.importance_spec(config), name)
 
@@ -237,8 +244,8 @@ def sync_parts(config: AxolotlConfig) -> tuple[Any, dict[str, Any]]:
         world=World(),
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(assembly, "ProvenSync", lambda delivery, *_, **more: given.append((delivery, more)))
-        assembly._weight_sync(parts, cast(Any, SimpleNamespace(policy=None)))
+        patch.setattr(assembly(), "ProvenSync", lambda delivery, *_, **more: given.append((delivery, more)))
+        assembly()._weight_sync(parts, cast(Any, SimpleNamespace(policy=None)))
     return given[0]
 
 
@@ -246,16 +253,16 @@ def depth(config: AxolotlConfig) -> int:
     """Of the producer that a run with a server gets."""
     maker: Any = SimpleNamespace(make=None, backend=SimpleNamespace(is_thread_safe=True, close=None))
     parts: Any = SimpleNamespace(config=config, waiting=nullcontext)
-    return assembly._producer(parts, maker).depth
+    return assembly()._producer(parts, maker).depth
 
 
 def replay(config: AxolotlConfig) -> Any:
-    return assembly._replay(config, specs.advantage_spec(config, 1), World())
+    return assembly()._replay(config, specs.advantage_spec(config, 1), World())
 
 
 def reroll(config: AxolotlConfig) -> Any:
     """In a run of ten steps."""
-    return assembly._reroll(config, 10, World())
+    return assembly()._reroll(config, 10, World())
 
 
 def refusals(config: AxolotlConfig) -> int:
@@ -269,9 +276,9 @@ def transport(config: AxolotlConfig) -> str:
     info = SimpleNamespace(device="cuda", weight_transports=["files", "nccl"], weight_ranks=["GPU-1"])
     server = ServerLink(cast(Any, SimpleNamespace(info=info)), Path("sync/adapters/run-1"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(assembly, "trainer_side", lambda device: TrainerSide(device, "GPU-2", has_vllm=True))
+        patch.setattr(assembly(), "trainer_side", lambda device: TrainerSide(device, "GPU-2", has_vllm=True))
         full = config.model_copy(update={"trl": config.trl.model_copy(update={"vllm_lora_sync": False})})
-        return assembly._transport(cast(Any, SimpleNamespace(config=full, device="cuda")), server)
+        return assembly()._transport(cast(Any, SimpleNamespace(config=full, device="cuda")), server)
 
 
 PRODUCER = {"use_data_producer": True}

@@ -5,7 +5,7 @@ import pytest
 from axolotl.cli.config import config_from_mapping
 from axolotl.errors import ConfigError
 from axolotl.serving.edge import MAX_N
-from axolotl.utils.schemas.rules import MAX_SERVED_GROUP
+from axolotl.utils.schemas.rules.server import MAX_SERVED_GROUP
 
 LORA = {"adapter": "lora"}
 BEST = {"load_best_model_at_end": True, "val_set_size": 8}

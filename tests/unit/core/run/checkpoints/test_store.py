@@ -63,6 +63,7 @@ def test_whichever_operation_fails_older_checkpoints_are_intact(
 
 
 @pytest.mark.parametrize("is_replaced", [False, True])
+@pytest.mark.slow
 def test_wherever_it_is_killed_the_next_run_finds_a_whole_checkpoint(tmp_path: Path, is_replaced: bool) -> None:
     recovered = 0
     for k in range(1, MANY):

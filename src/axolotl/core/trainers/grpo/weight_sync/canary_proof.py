@@ -121,7 +121,8 @@ class CanaryProof:
         self.noise = max(self.noise, distance(served, canary.logps))
         tokens, drawn = self._server.draw(CANARY_VERSION)
         others = {name_of(0): self._server.score(0, tokens)} if self._delivery.has_adapter else {}
-        self._require(Expected(CANARY_VERSION, tokens, self._server.score(CANARY_VERSION, tokens), others), drawn)
+        scored = self._server.score(CANARY_VERSION, tokens)
+        self._require(Expected(CANARY_VERSION, tokens, scored, others, is_drawn=True), drawn)
         self._proven_on = self._client.info.instance_id
 
     def _require(self, expected: Expected, served: torch.Tensor, tolerance: float | None = None) -> None:

@@ -123,10 +123,12 @@ class NcclSender:
             engine.model_update_group = self._group
             engine.send_weights()
         except Exception as error:
+            # Asked first: the server fails too once the group is gone, which is not the reason.
+            theirs = control.problem
             self.close()
-            if control.problem is None:
+            if theirs is None:
                 _leave(link, self._unique_id)
-            raise TransferFailed(_reason(control.problem or error)) from error
+            raise TransferFailed(_reason(theirs or error)) from error
         assert control.answer is not None, "vLLM's helper asks the server, and waits for its answer"
         return control.answer
 

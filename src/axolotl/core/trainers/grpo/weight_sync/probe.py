@@ -52,30 +52,30 @@ class PolicyProbe:
         self.temperature = temperature
         self.probe = probe
 
-    def current(self) -> torch.Tensor:
-        """`[scored]` float64 log-probs under the weights as they are, without dropout."""
+    def current(self, tokens: Sequence[int] | None = None) -> torch.Tensor:
+        """`[scored]` float64 log-probs under the weights as they are, without dropout: of the probe's tokens, or of
+        others after the same context."""
         model = self._policy()
         was_training = model.training
         model.train(False)
         try:
-            return self._forward(model)
+            return self._forward(model, self.probe.tokens if tokens is None else tokens)
         finally:
             model.train(was_training)
 
-    def base(self) -> torch.Tensor:
+    def base(self, tokens: Sequence[int] | None = None) -> torch.Tensor:
         """The same with the adapter off, where there is one."""
         with cast(PeftModel, self._policy()).disable_adapter():
-            return self.current()
+            return self.current(tokens)
 
     def policy(self) -> PreTrainedModel:
         """The model itself."""
         return self._policy()
 
     @torch.no_grad()
-    def _forward(self, model: PreTrainedModel) -> torch.Tensor:
-        probe = self.probe
-        ids = torch.tensor([[*probe.context, *probe.tokens]], device=model.device)
-        count = len(probe.tokens)
+    def _forward(self, model: PreTrainedModel, tokens: Sequence[int]) -> torch.Tensor:
+        ids = torch.tensor([[*self.probe.context, *tokens]], device=model.device)
+        count = len(tokens)
         logits = model(input_ids=ids, logits_to_keep=count + 1, use_cache=False).logits[:, -count - 1 : -1]
         logps, _ = token_logps_and_entropies(logits, ids[:, -count:], self.temperature)
         return logps[0].double().cpu()

@@ -4,7 +4,8 @@ before the first push   canary_proof.py: weights that nobody could mistake go th
 every push              the server confirms version, digest and number of modules (the delivery's own check)
 after a push            in `settle`, while the server generates: one small forward here, a score of the same tokens
                         there. Agreement, nearer to this policy than to the base model or to the version before, and
-                        moved when the trainer's have moved
+                        moved when the trainer's have moved. Now and then the server samples a few tokens as well, whose
+                        log-probs must be the trainer's: scoring and sampling may go different ways in an engine
 after a recovery        canary and last push again, against the numbers of the first time; no model is needed
 """
 
@@ -23,6 +24,10 @@ from axolotl.core.trainers.grpo.weight_sync.probe import PolicyProbe, ServerProb
 from axolotl.core.trainers.grpo.weight_sync.verdict import Expected, name_of, require, require_moved
 from axolotl.failpoints import point
 from axolotl.serving.client import ServerClient
+
+DRAW_EVERY = 10
+"""Comparisons from one that the server samples for to the next. Sampling waits behind the completions of a whole step
+where an engine does one request after the other, and what goes wrong with it goes on going wrong."""
 
 
 class ProvenSync:
@@ -45,6 +50,8 @@ class ProvenSync:
         self._server = ServerProbe(client, probe.probe, probe.temperature)
         self._canary = CanaryProof(delivery, client, probe, self._server, tolerance)
         self._num_pushes = 0
+        # Comparisons until the server is to sample again.
+        self._until_draw = 0
         self._version = 0
         # The version before the one that was begun and not settled.
         self._unsettled: int | None = None
@@ -113,6 +120,7 @@ class ProvenSync:
 
         Between `begin` and `settle` nothing is known of the newest version; `settle` finds out.
         """
+        self._until_draw = 0
         if self._current is not None and self._version == self._current.version:
             self._require(self._current, self._server.score(self._current.version))
 
@@ -148,6 +156,21 @@ class ProvenSync:
             self._require(pushed, served)
             self._require_moved(pushed, served)
             self._metrics["sync/logp_gap"] = distance(served, pushed.logps)
+            self._until_draw -= 1
+            # Until it has left the base model, there is nothing to be told apart.
+            if self._until_draw < 0 and has_moved(pushed.logps, base, noise=self._canary.noise):
+                self._check_drawn(version)
+
+    def _check_drawn(self, version: int) -> None:
+        """Raise `E-SYN-11` when the server samples with other weights than it scores with."""
+        tokens, drawn = self._server.draw(version)
+        others = {name_of(0): self._probe.base(tokens)} if self._delivery.has_adapter else {}
+        expected = Expected(version, tokens, self._probe.current(tokens), others, is_drawn=True)
+        # A completion that ended early has fewer tokens for their differences to average out.
+        share = len(self._probe.probe.tokens) / max(len(tokens), 1)
+        require(expected, drawn, tolerance=self._tolerance * share, noise=self._canary.noise * share)
+        self._metrics["sync/drawn_gap"] = distance(drawn, expected.logps)
+        self._until_draw = DRAW_EVERY - 1
 
     def _require(self, pushed: Expected, served: torch.Tensor) -> None:
         require(pushed, served, tolerance=self._tolerance, noise=self._canary.noise)

@@ -23,12 +23,13 @@ _OTHER_POLICY = (
 @dataclass(frozen=True)
 class Expected:
     """What `version` must compute. tokens: those that are scored. logps: `[scored]`, as the trainer has them. others:
-    what a server might compute with instead, by name."""
+    what a server might compute with instead, by name. is_drawn: the server sampled the tokens itself."""
 
     version: int
     tokens: Sequence[int]
     logps: torch.Tensor
     others: Mapping[str, torch.Tensor]
+    is_drawn: bool = False
 
     @property
     def name(self) -> str:
@@ -49,10 +50,8 @@ def require(expected: Expected, served: torch.Tensor, *, tolerance: float, noise
     hidden = [name for name, logps in expected.others.items() if distance(expected.logps, logps) <= DISTINCT * noise]
     if hidden:
         why += f"; {' and '.join(hidden)} cannot be told from it (two right sides are {noise:.2g} nats apart)"
-    what = (
-        f"the server does not generate with {expected.name}: "
-        f"its log-probs of {len(served)} fixed tokens are another model's"
-    )
+    tokens = f"the {len(served)} tokens that it sampled" if expected.is_drawn else f"{len(served)} fixed tokens"
+    what = f"the server does not generate with {expected.name}: its log-probs of {tokens} are another model's"
     raise _failure(what, why, expected, {"server": served}, _OTHER_BASE if expected.version == 0 else _OTHER_POLICY)
 
 

@@ -32,7 +32,7 @@ def test_a_push_is_delivered_then_checked_then_believed() -> None:
     world.become(-1.5)
     world.calls.clear()
     sync.push(2)
-    assert world.calls == ["deliver 2", "score 2"]
+    assert world.calls == ["deliver 2", "score 2", "draw 2"]
     assert sync.metrics["sync/logp_distance"] == 0.5 and "sync/canary" not in sync.metrics
 
 
@@ -128,6 +128,61 @@ def test_the_first_full_weights_equal_the_base_model_but_for_the_noise(has_adapt
     assert sync.metrics["sync/logp_gap"] == pytest.approx(0.02)
 
 
+# A server that scores honestly, and samples with something else
+
+
+@pytest.mark.parametrize("has_adapter", [True, False])
+def test_tokens_that_were_drawn_with_another_policy_are_caught(has_adapter: bool) -> None:
+    world = World(has_adapter=has_adapter)
+    world.draws_with = lambda version: world.served[version] if version == CANARY_VERSION else BASE
+    sync = world.sync()
+    sync.push(1)
+    world.become(-1.2)
+    with pytest.raises(SyncError, match="its log-probs of the 3 tokens that it sampled") as caught:
+        sync.push(2)
+    assert (caught.value.code, caught.value.exit_code) == ("E-SYN-11", 7)
+    assert caught.value.details[0].startswith("log-prob of token 6: server -1.0000, policy version 2 -1.2000")
+    assert sync.version == 1
+
+
+def test_tokens_are_drawn_when_the_policy_has_left_the_base_model_and_at_every_tenth_comparison_after_that() -> None:
+    world = World(has_adapter=True)
+    sync = world.sync(check_interval=2)
+    for version in range(1, 46):
+        world.become(BASE - 0.1 * max(version - 2, 0))
+        sync.push(version)
+    # Compared are the odd versions, and the first is the base model.
+    assert [call for call in without_canary(world) if call.startswith("draw")] == ["draw 3", "draw 23", "draw 43"]
+
+
+def test_a_server_that_came_back_draws_at_once() -> None:
+    world = World(has_adapter=True)
+    sync = world.sync()
+    world.become(-1.2)
+    sync.push(1)
+    sync.push(2)
+    sync.recheck()
+    sync.push(3)
+    assert [call for call in without_canary(world) if call.startswith("draw")] == ["draw 1", "draw 3"]
+
+
+@pytest.mark.parametrize("num_drawn", [1, 2])
+def test_a_completion_that_ended_early_averages_over_less(num_drawn: int) -> None:
+    """Two tokens are scored, so that one that was drawn may be twice as far away; two may not."""
+    world = World(num_drawn=num_drawn)
+    world.draws_with = lambda version: world.served[version] + (0.0 if version == CANARY_VERSION else 0.15)
+    sync = world.sync(tolerance=0.1)
+    sync.push(1)
+    world.become(-1.2)
+    if num_drawn == 1:
+        sync.push(2)
+        assert sync.metrics["sync/drawn_gap"] == pytest.approx(0.15)
+    else:
+        with pytest.raises(SyncError, match="2 tokens that it sampled") as caught:
+            sync.push(2)
+        assert "0.15" in caught.value.why and "0.1" in caught.value.why.replace("0.15", "")
+
+
 # The interval
 
 
@@ -206,7 +261,7 @@ def test_after_a_restart_full_weights_begin_with_a_canary_again() -> None:
     assert world.calls == ["score 0", "score 2"]
     world.become(-1.6)
     sync.push(3)
-    assert f"deliver {CANARY}" in world.calls and world.calls[-2:] == ["deliver 3", "score 3"]
+    assert f"deliver {CANARY}" in world.calls and world.calls[-3:] == ["deliver 3", "score 3", "draw 3"]
     world.calls.clear()
     sync.push(4)
     assert world.calls == ["deliver 4", "score 4"]
