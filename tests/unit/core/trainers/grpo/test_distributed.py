@@ -11,6 +11,8 @@ from axolotl.core.trainers.grpo.distributed import World
 from axolotl.errors import InternalError, Interrupted, RewardError, ServerError
 from tests.support.rank_processes import codes, killed, on_two_ranks
 
+pytestmark = pytest.mark.slow
+
 
 def fails_on(world: World, rank: int, error: Exception) -> None:
     def act() -> None:

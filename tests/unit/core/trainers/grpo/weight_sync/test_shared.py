@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from axolotl.core.trainers.grpo.distributed import World
 from axolotl.core.trainers.grpo.weight_sync.shared import SharedSync
 from axolotl.errors import SyncError
 from tests.support.rank_processes import codes, on_two_ranks
+
+pytestmark = pytest.mark.slow
 
 
 class Noted:
