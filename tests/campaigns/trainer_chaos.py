@@ -10,6 +10,7 @@ the byte. The server is the real one on a tiny random model: the seeds of its co
 from __future__ import annotations
 
 import json
+import math
 import random
 import shutil
 import signal
@@ -60,7 +61,7 @@ def many_vowels(completions, **kwargs):
     return [float(reward >= 4) for reward in vowels(completions)]
 """
 
-# How often a run passes a point at least; every other point is passed in each step.
+# How often a run passes a point at least; those below are passed for every rollout, every other one in each step.
 _PASSINGS = {
     "cfg.loaded": 1,
     "srv.handshake": 1,
@@ -69,6 +70,7 @@ _PASSINGS = {
     "ckpt.before_prune": 2,
     "ckpt.after_prune": 2,
 }
+_OF_A_ROLLOUT = ("sync.", "gen.", "rwd.")
 
 
 @dataclass(frozen=True)
@@ -104,11 +106,21 @@ def random_kills(count: int, draw: random.Random) -> list[Kill]:
 
 def failpoint_kills(draw: random.Random, points: Sequence[str] = tuple(sorted(POINTS))) -> list[Kill]:
     """Every point in every mode."""
-    return [Kill(mode, point=name, nth=draw.randint(1, _passings(name))) for mode in sorted(MODES) for name in points]
+    return [
+        Kill(mode, point=name, nth=draw.randint(1, _passings(name, mode))) for mode in sorted(MODES) for name in points
+    ]
 
 
-def _passings(point: str) -> int:
-    return _PASSINGS.get(point, STEPS // SAVE_STEPS if point.startswith("ckpt.") else STEPS - 1)
+def _passings(point: str, mode: str) -> int:
+    if point in _PASSINGS:
+        return _PASSINGS[point]
+    if point.startswith("ckpt."):
+        return STEPS // SAVE_STEPS
+    return math.ceil(STEPS / _iterations(mode)) if point.startswith(_OF_A_ROLLOUT) else STEPS - 1
+
+
+def _iterations(mode: str) -> int:
+    return int(MODES[mode].get("trl__num_iterations", 1))
 
 
 @dataclass(frozen=True)
@@ -308,8 +320,7 @@ def _ledger(out: Path) -> dict[str, int]:
 
 def assert_not_in_vain(calm: Calm, mode: str) -> None:
     """The oracle itself: no prompt twice in an epoch but as a second try, and what the mode is for has happened."""
-    iterations = MODES[mode].get("trl__num_iterations", 1)
-    begins = [line for line in calm.story if (line["step"] - 1) % iterations == 0]
+    begins = [line for line in calm.story if (line["step"] - 1) % _iterations(mode) == 0]
     assert _ledger(calm.directory / "out")["ordered"] == len(begins) * PROMPTS * SAMPLES
     groups = [(line["epoch"], group) for line in begins for group in line["groups"]]
     first = [(epoch, group["row"]) for epoch, group in groups if group["origin"] == "fresh" and not group["reroll"]]

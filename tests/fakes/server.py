@@ -12,7 +12,7 @@ import json
 import socketserver
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler
@@ -85,7 +85,8 @@ class ScriptedServer:
 
     Settable at any time: faults, health (`ok`, `loading`, `failed`, `silent`, `stranger`), push_refusals,
     claim_refusal, fingerprint; num_unanswered: so many claims, pushes and clears are taken and never answered;
-    num_silent_infos: so many questions who it is are not answered;
+    num_silent_infos: so many questions who it is are not answered; answer: the group of a prompt, by its place in the
+    request, else `expected_group`;
     working: how the counter of `/progress/` does meanwhile, `grows`, `stands` or `silent` (no answer).
     """
 
@@ -100,6 +101,7 @@ class ScriptedServer:
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.makers: dict[int, str] = {}
         self.num_unanswered = self.num_silent_infos = 0
+        self.answer: Callable[[GenerateRequest, int], Group] = expected_group
         self.working: Literal["grows", "stands", "silent"] = "stands"
         self.asked = threading.Semaphore(0)
         self.renewed = threading.Event()
@@ -402,7 +404,7 @@ class _Handler(BaseHTTPRequestHandler):
         )
         if fault.kind == "slow":
             self._progress(fault.after, grows=True)
-        groups = [_spoilt(expected_group(request, index), fault) for index in range(len(request.prompts))]
+        groups = [_spoilt(self.fake.answer(request, index), fault) for index in range(len(request.prompts))]
         if fault.kind == "missing":
             del groups[-1]
         for position, group in enumerate(groups):

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from axolotl.cli.main import main
+from axolotl.core.run.checkpoints.manifest import seal
 from axolotl.core.run.journal import read_journal, standing
 from axolotl.core.trainers.grpo.algo.importance import ImportanceSpec
 from axolotl.core.trainers.grpo.replaying import Replay
@@ -225,6 +226,29 @@ def test_a_run_that_resumes_in_the_middle_of_a_rollout_ends_as_if_nothing_had_ha
         for place in ("from-6", "from-3")
     ]
     assert books[0] == books[1]
+
+
+def test_a_checkpoint_without_its_open_rollout_is_skipped_by_name(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rollouts of four steps: checkpoints 5 and 6 are in the middle of the second. Whatever took the rollout out of
+    the newest, its manifest does not know of it."""
+    flags = ["--save_strategy", "steps", "--save_steps", "1", "--max_steps", "8"]
+    assert main(["train", "config.yaml", *flags, "--output_dir", "whole"]) == 0
+    (project / "out").mkdir()
+    for step in (5, 6):
+        (project / "whole" / f"checkpoint-{step}").rename(project / "out" / f"checkpoint-{step}")
+    newest = project / "out" / "checkpoint-6"
+    for kind in ("json", "safetensors"):
+        (newest / "rollouts" / "rank-0" / f"open.{kind}").unlink()
+    (newest / "manifest.json").unlink()
+    seal(newest, 6)
+    assert main(["train", "config.yaml", *flags, "--resume"]) == 0
+    said = capsys.readouterr().err
+    assert "skipping out/checkpoint-6: rollouts/rank-0/open.json was not saved" in said
+    assert "resuming from out/checkpoint-5" in said
+    ours, theirs = (load_file(project / place / "adapter_model.safetensors") for place in ("out", "whole"))
+    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
 
 
 def test_a_run_that_ends_within_a_rollout_says_so_and_counts_what_it_trained(

@@ -84,6 +84,12 @@ def assert_gone(processes: list[psutil.Process], timeout_s: float = 30) -> None:
     assert not alive, alive
 
 
+def scored(model: Path, adapter: Path, prompt: list[int], tokens: list[int]) -> list[float]:
+    """What a policy that was saved thinks of the tokens."""
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    return score(PeftModel.from_pretrained(base, adapter).eval(), [prompt], [tokens], temperature=1.0)[0]
+
+
 def test_the_server_ends_with_the_weights_that_were_saved(project: Served, tiny_model: Path) -> None:
     assert main(["train", "config.yaml", "--output_dir", "proof"]) == 0
     steps = metrics(project.directory / "proof")
@@ -101,6 +107,37 @@ def test_the_server_ends_with_the_weights_that_were_saved(project: Served, tiny_
     of_trained = score(trained, [prompt], [tokens], temperature=1.0)[0]
     assert served == pytest.approx(of_trained, abs=1e-3)
     assert max(abs(a - b) for a, b in zip(served, of_base, strict=True)) > 1e-2
+
+
+JUDGE = """
+def judge(completions, trainer_state, **kwargs):
+    return [float(trainer_state.global_step == 1) + 0.1 * (index % 2) for index in range(len(completions))]
+"""
+
+
+def test_the_server_ends_with_the_best_policy_where_that_is_the_one_that_was_saved(
+    project: Served, tiny_model: Path
+) -> None:
+    """The first of two steps is the best; the evaluation after the second has brought the server to the last policy."""
+    (project.directory / "judge_rewards.py").write_text(JUDGE)
+    rhythm = ["--save_strategy", "steps", "--save_steps", "1", "--eval_strategy", "steps", "--eval_steps", "1"]
+    best = ["--val_set_size", "0.25", "--load_best_model_at_end", "true", "--metric_for_best_model", "eval_reward"]
+    rewards = ["--trl.reward_funcs", "[judge_rewards.judge]"]
+    assert main(["train", "config.yaml", "--output_dir", "best", *rhythm, *best, *rewards]) == 0
+    out = project.directory / "best"
+    state = json.loads((out / "checkpoint-2" / "trainer_state.json").read_text())
+    assert state["best_global_step"] == 1
+    prompt, tokens = [5, 6, 7, 8], [40, 41, 42, 43, 44]
+    with project.client() as client:
+        version = client.wait_ready().adapter_version
+        assert version == 4, "the policies after 0, 1 and 2 steps are the first three versions"
+        served = client.score([prompt], [tokens], temperature=1.0, adapter_version=version)[0]
+    saved, best_one, last = (
+        scored(tiny_model, place, prompt, tokens) for place in (out, out / "checkpoint-1", out / "checkpoint-2")
+    )
+    assert saved == pytest.approx(best_one, abs=1e-6)
+    assert served == pytest.approx(best_one, abs=1e-3)
+    assert max(abs(a - b) for a, b in zip(served, last, strict=True)) > 5e-3
 
 
 def test_runs_follow_each_other_on_one_server_as_on_fresh_ones(project: Served) -> None:

@@ -18,12 +18,14 @@ from peft import LoraConfig
 from transformers import PreTrainedModel
 from trl import GRPOConfig
 
+from axolotl.core.trainers.grpo import assembly
 from axolotl.core.trainers.grpo.algo.advantages import AdvantageSpec, Scale
 from axolotl.core.trainers.grpo.algo.importance import ImportanceSpec
 from axolotl.core.trainers.grpo.distributed import World
 from axolotl.core.trainers.grpo.generation.server import ServerBackend
 from axolotl.core.trainers.grpo.pipeline import RolloutPipeline
-from axolotl.core.trainers.grpo.protocols import DataProducer, RewardRunner, WeightSync
+from axolotl.core.trainers.grpo.protocols import DataProducer, GenerationBackend, RewardRunner, WeightSync
+from axolotl.core.trainers.grpo.replaying import Replay
 from axolotl.core.trainers.grpo.rollout.collate import collate
 from axolotl.core.trainers.grpo.rollout.making import GroupMaker
 from axolotl.core.trainers.grpo.rollout.planning import Planner, Reroll
@@ -119,13 +121,18 @@ def served_trainer(
     prompts_per_step: int,
     make_producer: Callable[[GroupMaker], DataProducer] = SyncProducer,
     rewards: RewardRunner | None = None,
-    reroll: Reroll | None = None,
+    reroll: Callable[[int], Reroll | None] = lambda num_steps: None,
+    replay: Callable[[AdvantageSpec], Replay] | None = None,
+    make_backend: Callable[[ServerClient], GenerationBackend] = ServerBackend,
     importance: ImportanceSpec | None = None,
     modules: Sequence[str] = ("q_proj", "v_proj"),
     scale: Scale = "group",
     world: World | None = None,
 ) -> AxolotlGRPOTrainer:
-    """One whose adapter, on `modules`, goes to the server before every step that asks for it."""
+    """One whose adapter, on `modules`, goes to the server before every step that asks for it.
+
+    reroll: given the optimizer steps of the run.
+    """
     runner, world = rewards or TokenRewards(), world or World()
 
     def unused(**_: Any) -> list[float]:
@@ -150,15 +157,18 @@ def served_trainer(
     if world.size > 1:
         sync = SharedSync(world, sync if world.is_main else None, keeps_versions=True)
     advantages = AdvantageSpec(args.num_generations, (1.0,), scale=scale)
+    num_steps = assembly._num_steps(args, sampler)
     pipeline = RolloutPipeline(
         spec=spec,
-        planner=Planner(sampler, args.max_steps, reroll),
-        producer=make_producer(GroupMaker(rows, ServerBackend(client), sampling, run_seed=0)),
+        planner=Planner(sampler, num_steps, reroll(num_steps)),
+        producer=make_producer(GroupMaker(rows, make_backend(client), sampling, run_seed=0)),
         scorer=Scorer(runner, tokenizer, advantages, lambda: trainer.state, world),
         collate=partial(collate, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id),
         sync=sync,
         accelerator=trainer.accelerator,
         world=world,
+        replay=replay(advantages) if replay is not None else None,
+        rows=rows,
     )
     trainer.attach(pipeline, sampler, importance=importance)
     return trainer

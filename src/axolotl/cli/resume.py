@@ -7,12 +7,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from axolotl.core.run.checkpoints.finding import newest_verified, why_not
+from axolotl.core.run.checkpoints.finding import Needs, newest_verified, why_not
 from axolotl.core.run.checkpoints.manifest import MANIFEST
 from axolotl.core.run.checkpoints.settings import Changes, compare, read_record, record
-from axolotl.core.run.checkpoints.store import RECORD, checkpoints
+from axolotl.core.run.checkpoints.store import RECORD, checkpoints, step_of
 from axolotl.errors import ConfigError, StorageError
 from axolotl.utils.schemas.config import AxolotlConfig
+from axolotl.utils.schemas.plan import steps_per_rollout
 
 
 def resume_wanted(config: AxolotlConfig, *, resume: bool | str, overwrite: bool) -> bool | str:
@@ -41,7 +42,8 @@ def find_checkpoint(config: AxolotlConfig, resume: bool | str) -> Path | None:
             why="checkpoints do not hold the reference model, which has moved since the run began",
             do="start over with --overwrite, or set trl.sync_ref_model: false",
         )
-    checkpoint = _named(Path(resume)) if isinstance(resume, str) else _newest(Path(config.output_dir))
+    needs = _rollout_files(config)
+    checkpoint = _named(Path(resume), needs) if isinstance(resume, str) else _newest(Path(config.output_dir), needs)
     changes = compare(read_record(checkpoint), run_record(config))
     _refuse(changes, checkpoint)
     _say(f"resuming from {checkpoint}")
@@ -67,8 +69,23 @@ def is_best_forgotten(checkpoint: Path, config: AxolotlConfig) -> bool:
     return any(was[name] != getattr(config, name) for name in ("metric_for_best_model", "greater_is_better"))
 
 
-def _newest(output_dir: Path) -> Path:
-    found = newest_verified(output_dir)
+def _rollout_files(config: AxolotlConfig) -> Needs:
+    """What the checkpoint of a step in the middle of a rollout has to hold: the rollout, which the next step trains."""
+
+    def needed(checkpoint: Path) -> list[str]:
+        is_between = step_of(checkpoint) % steps_per_rollout(config) == 0
+        # Of a run with other settings nothing is asked: they are what is refused.
+        was, now = read_record(checkpoint), run_record(config)
+        if is_between or compare(was, now).refused:
+            return []
+        ranks = range(now["num_processes"])
+        return [f"rollouts/rank-{rank}/open.{kind}" for rank in ranks for kind in ("json", "safetensors")]
+
+    return needed
+
+
+def _newest(output_dir: Path, needs: Needs) -> Path:
+    found = newest_verified(output_dir, needs=needs)
     for skipped in found.skipped:
         _say(f"skipping {skipped}")
     if found.path is not None:
@@ -87,14 +104,14 @@ def _newest(output_dir: Path) -> Path:
     )
 
 
-def _named(checkpoint: Path) -> Path:
+def _named(checkpoint: Path, needs: Needs) -> Path:
     if not (checkpoint / MANIFEST).is_file() and not (checkpoint / "trainer_state.json").is_file():
         raise ConfigError(
             f"--resume {checkpoint}: this is no checkpoint that can be resumed",
             why="it holds no trainer_state.json",
             do="give a directory checkpoint-N of a run with save_only_model: false",
         )
-    problems = why_not(checkpoint)
+    problems = why_not(checkpoint, needs=needs)
     if problems:
         raise StorageError(
             f"--resume {checkpoint}: this checkpoint cannot be gone on from",

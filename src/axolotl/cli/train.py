@@ -440,9 +440,9 @@ def _finish(trainer: AxolotlGRPOTrainer, output: OutputDir, config: AxolotlConfi
     if uses_server(config) and not config.vllm.managed:
         # Whoever asks the server after the run gets the policy that was saved. The run itself needs it no more.
         try:
-            trainer.pipeline.catch_up(trainer.state.global_step)
+            trainer.pipeline.leave(trainer.state.global_step, is_other=trainer.holds_earlier_policy)
         except (ServerError, SyncError, PeerError) as error:
-            _say(f"warning: the server does not have the last policy ({error.what}); it is saved all the same")
+            _say(f"warning: the server does not have the policy that was saved ({error.what})")
     trainer.pipeline.close()
     trainer.pipeline.world.alone(lambda: output.file(LAST_ERROR).unlink(missing_ok=True))
     what = "adapter" if config.adapter else "model"

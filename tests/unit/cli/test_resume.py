@@ -9,9 +9,10 @@ import pytest
 
 from axolotl.cli.config import config_from_mapping
 from axolotl.cli.resume import check_data, find_checkpoint, resume_wanted, run_record
+from axolotl.core.run.checkpoints.store import CheckpointStore
 from axolotl.errors import ConfigError, StorageError
 from axolotl.utils.schemas.config import AxolotlConfig
-from tests.support.checkpoints import flip, saved, truncate
+from tests.support.checkpoints import CONTENTS, flip, saved, truncate, write
 
 
 @pytest.fixture
@@ -46,6 +47,51 @@ def test_the_one_that_is_named_is_taken_or_refused(config: AxolotlConfig) -> Non
     with pytest.raises(StorageError) as problem:
         find_checkpoint(config, str(second))
     assert problem.value.code == "E-STO-03" and "optimizer.pt has 200 bytes" in problem.value.why
+
+
+ROLLOUT_OF_FOUR = {"trl": {"reward_funcs": ["r.f"], "num_generations": 2, "num_iterations": 4}}
+
+
+def save_rollout(config: AxolotlConfig, step: int, *names: str) -> Path:
+    """A checkpoint that verifies, with these files of its rollout."""
+    store = CheckpointStore(Path("out"), record=run_record(config))
+    contents = {**CONTENTS, **{f"rollouts/rank-0/{name}": b"{}" for name in names}}
+
+    def with_rollout(directory: Path) -> None:
+        (directory / "rollouts" / "rank-0").mkdir(parents=True)
+        write(directory, contents)
+
+    return store.save(step, with_rollout)
+
+
+def test_in_the_middle_of_a_rollout_the_rollout_is_part_of_the_checkpoint(
+    config: AxolotlConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rollouts of four steps: after steps 4 and 8 none is open."""
+    config = make(**ROLLOUT_OF_FOUR)
+    begun = save_rollout(config, 4)
+    assert find_checkpoint(config, True) == begun
+    middle = save_rollout(config, 5, "open.json", "open.safetensors")
+    assert find_checkpoint(config, True) == middle
+    half, nothing = save_rollout(config, 6, "open.json"), save_rollout(config, 7)
+    capsys.readouterr()
+    assert find_checkpoint(config, True) == middle
+    assert capsys.readouterr().err.splitlines()[:2] == [
+        "skipping out/checkpoint-7: rollouts/rank-0/open.json was not saved; rollouts/rank-0/open.safetensors was not "
+        "saved",
+        "skipping out/checkpoint-6: rollouts/rank-0/open.safetensors was not saved",
+    ]
+    for checkpoint in (half, nothing):
+        with pytest.raises(StorageError, match="cannot be gone on from") as problem:
+            find_checkpoint(config, str(checkpoint))
+        assert problem.value.code == "E-STO-03" and "rollouts/rank-0/open." in problem.value.why
+
+
+def test_other_settings_are_refused_and_not_taken_for_a_damaged_rollout(config: AxolotlConfig) -> None:
+    saved(Path("out"), 1, record=run_record(config))
+    with pytest.raises(ConfigError) as problem:
+        find_checkpoint(make(**ROLLOUT_OF_FOUR), True)
+    assert problem.value.code == "E-CFG-32" and "trl.num_iterations: 1 -> 4" in problem.value.details
 
 
 def test_when_none_verifies_the_run_does_not_start_over_silently(config: AxolotlConfig) -> None:

@@ -140,6 +140,18 @@ class RolloutPipeline:
             self._make_way()
             self.sync.push(version_of(step))
 
+    def leave(self, step: int, *, is_other: bool) -> None:
+        """Bring the generator to the policy that the run ends with, after optimizer steps `0 .. step - 1`.
+
+        Args:
+            is_other: it is not the policy after these steps, whose version the generator may have: it gets the next.
+        """
+        if not is_other:
+            self.catch_up(step)
+            return
+        self._make_way()
+        self.sync.push(version_of(step) + 1)
+
     def cut(
         self, trained: TrainedBatch, totals: StepTotals, rows: Sequence[int] | None = None, num_rows: int = 0
     ) -> list[MicroBatch]:

@@ -313,7 +313,7 @@ class AxolotlGRPOTrainer(GRPOTrainer):
 
     def _remember(self, inputs: Inputs, logps: torch.Tensor, result: Importance | None) -> None:
         """What the loss of one micro-batch does with its completions."""
-        is_left_out = torch.zeros(logps.shape[0], dtype=torch.bool)
+        is_left_out = ~_counted(inputs).bool().any(dim=1).cpu()
         if result is not None:
             self._weighted.append(result.counted())
             is_left_out |= result.is_left_out.cpu()
@@ -325,13 +325,12 @@ class AxolotlGRPOTrainer(GRPOTrainer):
 
     def _off_policy_kept(self, inputs: Inputs, logps: torch.Tensor) -> torch.Tensor:
         """`[n]`: which completions the off-policy mask keeps, by TRL's own rule on what its loss will see."""
-        mask = inputs["completion_mask"]
         sampled = inputs.get("sampling_per_token_logps", inputs.get("old_per_token_logps", logps.detach()))
         kept = self.get_off_policy_mask(
             advantages=inputs["advantages"].unsqueeze(1),
             per_token_logps=logps,
             sampling_per_token_logps=sampled,
-            mask=mask * inputs["tool_mask"] if "tool_mask" in inputs else mask,
+            mask=_counted(inputs),
             off_policy_threshold=cast(float, self.off_policy_mask_threshold),
         )
         return kept.squeeze(1).bool()
@@ -428,12 +427,24 @@ class AxolotlGRPOTrainer(GRPOTrainer):
         self._load_from_checkpoint(best)
         return True
 
+    @property
+    def holds_earlier_policy(self) -> bool:
+        """Whether `load_best_model_at_end` has put the policy of an earlier step in the place of the last one."""
+        is_loaded = bool(self.args.load_best_model_at_end) and self.state.best_model_checkpoint is not None
+        return is_loaded and self.state.best_global_step != self.state.global_step
+
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """TRL would write its README.md over a user's at every checkpoint; PEFT and transformers leave one in each."""
 
     def policy(self) -> PreTrainedModel:
         """The model that is trained, without the wrappers of accelerate."""
         return cast(PreTrainedModel, self.accelerator.unwrap_model(cast(torch.nn.Module, self.model)))
+
+
+def _counted(inputs: Inputs) -> torch.Tensor:
+    """`[n, c]` 1 on the tokens that count in the loss."""
+    mask = inputs["completion_mask"]
+    return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
 
 
 def _scale_gradients(model: torch.nn.Module, factor: float) -> None:

@@ -66,8 +66,17 @@ def join_advantages(parts: Sequence[Advantages]) -> Advantages:
 def nan_std(values: torch.Tensor, dim: int) -> torch.Tensor:
     """Standard deviation along `dim` with Bessel's correction, over the entries that are not NaN; the dimension stays.
 
-    NaN where fewer than two entries count.
+    NaN where fewer than two entries count. The squares of rewards that float32 holds need not fit into it, and what is
+    divided by an infinite deviation is a 0 that looks like an advantage: then it is a float64.
     """
+    deviation = _nan_std(values, dim)
+    is_too_large = deviation.isinf()
+    if not is_too_large.any():
+        return deviation
+    return torch.where(is_too_large, _nan_std(values.double(), dim), deviation.double())
+
+
+def _nan_std(values: torch.Tensor, dim: int) -> torch.Tensor:
     count = (~values.isnan()).sum(dim=dim, keepdim=True)
     mean = values.nanmean(dim=dim, keepdim=True)
     squares = (values - mean).square().nansum(dim=dim, keepdim=True)
@@ -91,10 +100,10 @@ def compute_advantages(rewards_per_function: torch.Tensor, spec: AdvantageSpec) 
     else:
         values = _normalize_then_sum(scores, weights, is_unscorable, spec.group_size)
     # Equal rewards may differ from their mean by a rounding, which the divisions would blow up. What is not finite
-    # elsewhere (rewards so large that their sum or square is not) stays so: the trainer skips the step and says so.
+    # elsewhere (rewards so large that their sum is not) stays so: the trainer skips the step and says so.
     teaches = has_signal.repeat_interleave(spec.group_size) & ~is_unscorable
     return Advantages(
-        values=torch.where(teaches, values, 0.0),
+        values=torch.where(teaches, values, 0.0).float(),
         rewards=rewards,
         has_signal=has_signal,
         is_unscorable=is_unscorable,
@@ -102,7 +111,7 @@ def compute_advantages(rewards_per_function: torch.Tensor, spec: AdvantageSpec) 
 
 
 def _sum_then_normalize(grouped: torch.Tensor, scale: Scale) -> torch.Tensor:
-    """`[M, G]` rewards -> `[N]` advantages."""
+    """`[M, G]` rewards -> `[N]` advantages, float64 where a deviation is."""
     centred = grouped - grouped.nanmean(dim=1, keepdim=True)
     if scale == "group":
         centred = centred / (nan_std(grouped, dim=1) + STD_FLOOR)

@@ -71,6 +71,28 @@ def test_normalize_then_sum_gives_functions_of_different_size_the_same_say() -> 
     assert summed.values.tolist() == pytest.approx([49.5, -49.5])
 
 
+@pytest.mark.parametrize("size", [1e-30, 1e19, 1e30, 1.5e38])
+def test_large_rewards_are_compared_like_small_ones(size: float) -> None:
+    """0 and 2: mean 1, sample deviation sqrt(2). The square of 1e20 and more is none that float32 holds."""
+    deviation = math.sqrt(2) * size + STD_FLOOR
+    for scale in ("group", "batch"):
+        result = compute_advantages(column(0, 2 * size), AdvantageSpec(2, (1.0,), scale=scale))
+        assert result.values.dtype == torch.float32 and result.has_signal.tolist() == [True]
+        assert result.values.tolist() == pytest.approx([-size / deviation, size / deviation])
+    spec = AdvantageSpec(2, (1.0, 1.0), aggregation="normalize_then_sum")
+    rewards = torch.tensor([[0.0, 0.0], [2 * size, 1.0]])
+    # Each function by itself, then their sum, -a and a, by its own deviation sqrt(2) a.
+    a = size / deviation + 0.5 / (math.sqrt(0.5) + STD_FLOOR)
+    expected = a / (math.sqrt(2) * a + STD_FLOOR)
+    assert compute_advantages(rewards, spec).values.tolist() == pytest.approx([-expected, expected])
+
+
+def test_the_widest_difference_that_float32_holds_is_one() -> None:
+    """-3e38 and 3e38: mean 0, sample deviation 4.2e38, which float32 does not hold."""
+    result = compute_advantages(column(-3e38, 3e38), AdvantageSpec(2, (1.0,)))
+    assert result.values.tolist() == pytest.approx([-math.sqrt(0.5), math.sqrt(0.5)])
+
+
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 def test_rewards_whose_sum_is_infinite_have_no_advantage_that_looks_like_one(scale: Scale) -> None:
     result = compute_advantages(column(3e38, 3e38, 0, 1, 0, 0), AdvantageSpec(3, (1.0,), scale=scale))
