@@ -14,7 +14,11 @@ def make(trl=None, vllm=None, **options):
 
 @pytest.fixture(autouse=True)
 def one_process(monkeypatch):
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    """Whatever a library that another test used has put there."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("FSDP", "DEEPSPEED"):
+        monkeypatch.delenv(f"ACCELERATE_USE_{name}", raising=False)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +84,6 @@ def test_reward_models(tmp_path, monkeypatch):
     ],
 )
 def test_several_processes(monkeypatch, launch, refused):
-    monkeypatch.delenv("RANK", raising=False)
     for name, value in launch.items():
         monkeypatch.setenv(name, value)
     lines = not_available(make(), "train")

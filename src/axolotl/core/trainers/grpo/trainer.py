@@ -82,7 +82,8 @@ class AxolotlGRPOTrainer(GRPOTrainer):
         self.use_vllm = importance is not None
         self.vllm_importance_sampling_correction = importance is not None
         self._forward: Forward | None = None
-        self._num_weighted = 0
+        # Completions of the micro-batch under way that count; None: all of them.
+        self._num_weighted: int | None = None
         self._weighted: list[WeightSample] = []
         self._left_out: list[torch.Tensor] = []
         self._off_policy: list[torch.Tensor] = []
