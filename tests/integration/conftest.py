@@ -109,31 +109,31 @@ def running_vllm(settings: EngineSettings) -> Iterator[RunningEngine]:
 
 
 @pytest.fixture(scope="session")
-def vllm_engine(tiny_model: Path) -> Iterator[RunningEngine]:
-    """The engine that all vLLM tests share which do not harm it."""
+def shared_vllm(tiny_model: Path) -> Iterator[RunningEngine]:
+    """The one engine of all vLLM tests that do not harm it, as the test before left it."""
     with running_vllm(vllm_settings(tiny_model)) as running:
         yield running
 
 
 @pytest.fixture
-def clean(vllm_engine: RunningEngine) -> RunningEngine:
-    """The shared engine without adapters and with empty caches."""
-    vllm_engine.loop.run(vllm_engine.engine.reset())
-    return vllm_engine
+def vllm_engine(shared_vllm: RunningEngine) -> RunningEngine:
+    """The shared engine with the base model's weights, no adapters and empty caches."""
+    shared_vllm.loop.run(shared_vllm.engine.reset())
+    return shared_vllm
 
 
 @pytest.fixture(scope="module")
 def vllm_subject(
-    vllm_engine: RunningEngine, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+    shared_vllm: RunningEngine, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Subject]:
     """A server over the shared engine."""
     sync_dir = tmp_path_factory.mktemp("sync")
-    vllm_engine.loop.run(vllm_engine.engine.reset())
-    with serve_on_loop(vllm_engine, sync_dir) as server:
+    shared_vllm.loop.run(shared_vllm.engine.reset())
+    with serve_on_loop(shared_vllm, sync_dir) as server:
         yield Subject(
             server=server,
-            fingerprint=vllm_engine.engine.fingerprint,
-            max_model_len=vllm_engine.engine.max_model_len,
+            fingerprint=shared_vllm.engine.fingerprint,
+            max_model_len=shared_vllm.engine.max_model_len,
             publish=lambda run_id, version: publish_random(sync_dir, run_id, version, tiny_model),
             publish_weights=lambda run_id, version: publish_other_weights(sync_dir, run_id, version),
             tolerance=1e-3,

@@ -162,79 +162,86 @@ def test_temperatures_that_vllm_does_not_serve_are_refused(vllm_engine: RunningE
 
 
 def test_an_adapter_gives_pefts_logprobs(
-    clean: RunningEngine, tiny_model: Path, tiny_adapters: tuple[Path, Path], base: torch.nn.Module
+    vllm_engine: RunningEngine, tiny_model: Path, tiny_adapters: tuple[Path, Path], base: torch.nn.Module
 ) -> None:
-    assert load(clean, 1, tiny_adapters[0]) == 14, "seven linear layers in each of two blocks"
+    assert load(vllm_engine, 1, tiny_adapters[0]) == 14, "seven linear layers in each of two blocks"
     expected = reference_logprobs(load_reference(tiny_model, tiny_adapters[0]), PROMPTS[0], TOKENS)
     unadapted = reference_logprobs(base, PROMPTS[0], TOKENS)
     assert max(abs(x - y) for x, y in zip(expected, unadapted, strict=True)) > 0.05
-    assert score(clean, PROMPTS[0], TOKENS, version=1) == pytest.approx(expected, abs=1e-3)
-    assert score(clean, PROMPTS[0], TOKENS, version=0) == pytest.approx(unadapted, abs=1e-3)
+    assert score(vllm_engine, PROMPTS[0], TOKENS, version=1) == pytest.approx(expected, abs=1e-3)
+    assert score(vllm_engine, PROMPTS[0], TOKENS, version=0) == pytest.approx(unadapted, abs=1e-3)
 
 
 def test_versions_do_not_mix_in_one_batch_nor_in_the_prefix_cache(
-    clean: RunningEngine, tiny_model: Path, tiny_adapters: tuple[Path, Path], base: torch.nn.Module
+    vllm_engine: RunningEngine, tiny_model: Path, tiny_adapters: tuple[Path, Path], base: torch.nn.Module
 ) -> None:
-    load(clean, 1, tiny_adapters[0])
-    load(clean, 2, tiny_adapters[1])
+    load(vllm_engine, 1, tiny_adapters[0])
+    load(vllm_engine, 2, tiny_adapters[1])
     models = [base, *(load_reference(tiny_model, adapter) for adapter in tiny_adapters)]
     sampling = Sampling(n=2, max_tokens=6)
 
     async def all_at_once() -> list[list[Group]]:
-        engine = clean.engine
+        engine = vllm_engine.engine
         return await asyncio.gather(
             *(all_groups(engine.generate([LONG_PROMPT], sampling, [[1, 2]], version)) for version in (0, 1, 2))
         )
 
     for _ in range(3):
-        for model, groups in zip(models, clean.loop.run(all_at_once()), strict=True):
+        for model, groups in zip(models, vllm_engine.loop.run(all_at_once()), strict=True):
             for completion in groups[0].completions:
                 expected = reference_logprobs(model, LONG_PROMPT, completion.ids)
                 assert completion.logprobs == pytest.approx(expected, abs=1e-3)
 
 
 def test_the_base_model_has_no_adapter_in_a_batch_with_others_while_every_slot_is_taken(
-    clean: RunningEngine, tiny_adapters: tuple[Path, Path], base: torch.nn.Module
+    vllm_engine: RunningEngine, tiny_adapters: tuple[Path, Path], base: torch.nn.Module
 ) -> None:
     for version in (1, 2, 3):
-        load(clean, version, tiny_adapters[version % 2])
+        load(vllm_engine, version, tiny_adapters[version % 2])
 
     async def all_at_once() -> list[list[Group]]:
         sampling = Sampling(n=2, max_tokens=6)
         return await asyncio.gather(
-            *(all_groups(clean.engine.generate([LONG_PROMPT], sampling, [[1, 2]], version)) for version in (0, 1, 2, 3))
+            *(
+                all_groups(vllm_engine.engine.generate([LONG_PROMPT], sampling, [[1, 2]], version))
+                for version in (0, 1, 2, 3)
+            )
         )
 
-    for completion in clean.loop.run(all_at_once())[0][0].completions:
+    for completion in vllm_engine.loop.run(all_at_once())[0][0].completions:
         expected = reference_logprobs(base, LONG_PROMPT, completion.ids)
         assert completion.logprobs == pytest.approx(expected, abs=1e-3)
 
 
 def test_a_full_engine_refuses_another_version_until_one_is_unloaded(
-    clean: RunningEngine, tiny_model: Path, tiny_adapters: tuple[Path, Path]
+    vllm_engine: RunningEngine, tiny_model: Path, tiny_adapters: tuple[Path, Path]
 ) -> None:
     for version in (1, 2, 3):
-        load(clean, version, tiny_adapters[version % 2])
+        load(vllm_engine, version, tiny_adapters[version % 2])
     with pytest.raises(EngineRejects, match=r"no free adapter slot: versions \[1, 2, 3\]"):
-        load(clean, 4, tiny_adapters[0])
-    clean.loop.run(clean.engine.unload_adapter(1))
-    load(clean, 4, tiny_adapters[0])
+        load(vllm_engine, 4, tiny_adapters[0])
+    vllm_engine.loop.run(vllm_engine.engine.unload_adapter(1))
+    load(vllm_engine, 4, tiny_adapters[0])
     with pytest.raises(EngineRejects, match="version 1 is not loaded"):
-        generate(clean, PROMPTS[:1], [[1]], version=1)
+        generate(vllm_engine, PROMPTS[:1], [[1]], version=1)
     expected = reference_logprobs(load_reference(tiny_model, tiny_adapters[0]), PROMPTS[0], TOKENS)
-    assert score(clean, PROMPTS[0], TOKENS, version=4) == pytest.approx(expected, abs=1e-3)
+    assert score(vllm_engine, PROMPTS[0], TOKENS, version=4) == pytest.approx(expected, abs=1e-3)
 
 
 def test_reset_goes_back_to_the_base_model(
-    clean: RunningEngine, tiny_adapters: tuple[Path, Path], base: torch.nn.Module
+    vllm_engine: RunningEngine, tiny_adapters: tuple[Path, Path], base: torch.nn.Module
 ) -> None:
-    load(clean, 1, tiny_adapters[0])
-    clean.loop.run(clean.engine.reset())
+    load(vllm_engine, 1, tiny_adapters[0])
+    vllm_engine.loop.run(vllm_engine.engine.reset())
     with pytest.raises(EngineRejects, match="version 1 is not loaded"):
-        score(clean, PROMPTS[0], TOKENS, version=1)
-    assert score(clean, PROMPTS[0], TOKENS) == pytest.approx(reference_logprobs(base, PROMPTS[0], TOKENS), abs=1e-3)
-    load(clean, 1, tiny_adapters[1])
-    assert score(clean, PROMPTS[0], TOKENS, version=1) != pytest.approx(score(clean, PROMPTS[0], TOKENS), abs=0.01)
+        score(vllm_engine, PROMPTS[0], TOKENS, version=1)
+    assert score(vllm_engine, PROMPTS[0], TOKENS) == pytest.approx(
+        reference_logprobs(base, PROMPTS[0], TOKENS), abs=1e-3
+    )
+    load(vllm_engine, 1, tiny_adapters[1])
+    assert score(vllm_engine, PROMPTS[0], TOKENS, version=1) != pytest.approx(
+        score(vllm_engine, PROMPTS[0], TOKENS), abs=0.01
+    )
 
 
 def edited(adapter: Path, directory: Path, edit: Any) -> Path:
@@ -268,25 +275,25 @@ def poisoned(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     ids=["narrow", "other-layer", "nan", "empty"],
 )
 def test_a_bad_adapter_is_refused_and_the_engine_serves_on(
-    clean: RunningEngine, tmp_path: Path, tiny_adapters: tuple[Path, Path], edit: Any, reason: str
+    vllm_engine: RunningEngine, tmp_path: Path, tiny_adapters: tuple[Path, Path], edit: Any, reason: str
 ) -> None:
-    load(clean, 1, tiny_adapters[0])
-    before = score(clean, PROMPTS[0], TOKENS, version=1)
+    load(vllm_engine, 1, tiny_adapters[0])
+    before = score(vllm_engine, PROMPTS[0], TOKENS, version=1)
     with pytest.raises(EngineRejects, match=reason):
-        load(clean, 2, edited(tiny_adapters[1], tmp_path / "bad", edit))
-    assert score(clean, PROMPTS[0], TOKENS, version=1) == before
-    load(clean, 2, tiny_adapters[1])
-    assert score(clean, PROMPTS[0], TOKENS, version=2) != pytest.approx(before, abs=0.01)
+        load(vllm_engine, 2, edited(tiny_adapters[1], tmp_path / "bad", edit))
+    assert score(vllm_engine, PROMPTS[0], TOKENS, version=1) == before
+    load(vllm_engine, 2, tiny_adapters[1])
+    assert score(vllm_engine, PROMPTS[0], TOKENS, version=2) != pytest.approx(before, abs=0.01)
 
 
-def test_an_adapter_of_too_high_a_rank_is_refused(clean: RunningEngine, tiny_model: Path, tmp_path: Path) -> None:
+def test_an_adapter_of_too_high_a_rank_is_refused(vllm_engine: RunningEngine, tiny_model: Path, tmp_path: Path) -> None:
     with pytest.raises(EngineRejects, match="rank 16"):
-        load(clean, 1, make_random_adapter(tiny_model, tmp_path / "v1", rank=16))
-    assert len(one(generate(clean, PROMPTS[:1], [[1]])).ids) > 0
+        load(vllm_engine, 1, make_random_adapter(tiny_model, tmp_path / "v1", rank=16))
+    assert len(one(generate(vllm_engine, PROMPTS[:1], [[1]])).ids) > 0
 
 
 def test_what_only_the_engine_itself_can_refuse_is_refused_by_it(
-    clean: RunningEngine, tmp_path: Path, tiny_adapters: tuple[Path, Path]
+    vllm_engine: RunningEngine, tmp_path: Path, tiny_adapters: tuple[Path, Path]
 ) -> None:
     """An adapter that vLLM's own loader fails on: the error comes back through the engine process, which lives on."""
 
@@ -294,48 +301,48 @@ def test_what_only_the_engine_itself_can_refuse_is_refused_by_it(
         return {name.replace("q_proj", "w_proj"): tensor for name, tensor in tensors.items()}
 
     with pytest.raises(EngineRejects, match=r"^While loading the adapter.*w_proj") as caught:
-        load(clean, 1, edited(tiny_adapters[0], tmp_path / "bad", renamed))
+        load(vllm_engine, 1, edited(tiny_adapters[0], tmp_path / "bad", renamed))
     assert str(tmp_path) not in str(caught.value)
-    assert len(one(generate(clean, PROMPTS[:1], [[1]])).ids) > 0
+    assert len(one(generate(vllm_engine, PROMPTS[:1], [[1]])).ids) > 0
 
 
-def test_cancelled_requests_leave_the_engine_free(clean: RunningEngine) -> None:
+def test_cancelled_requests_leave_the_engine_free(vllm_engine: RunningEngine) -> None:
     """After a cancelled call nothing runs in the engine: only then can the prefix cache be cleared."""
 
     async def cancel_midway() -> None:
-        task = asyncio.ensure_future(all_groups(clean.engine.generate(PROMPTS[:1], ENDLESS, [[1, 2, 3, 4]], 0)))
-        await all_groups(clean.engine.generate(PROMPTS[:1], Sampling(max_tokens=2), [[9]], 0))
+        task = asyncio.ensure_future(all_groups(vllm_engine.engine.generate(PROMPTS[:1], ENDLESS, [[1, 2, 3, 4]], 0)))
+        await all_groups(vllm_engine.engine.generate(PROMPTS[:1], Sampling(max_tokens=2), [[9]], 0))
         assert not task.done()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        await clean.engine.reset()
+        await vllm_engine.engine.reset()
 
-    clean.loop.run(cancel_midway())
+    vllm_engine.loop.run(cancel_midway())
 
 
 def test_a_reset_aborts_what_an_earlier_run_left_running(
-    clean: RunningEngine, tiny_adapters: tuple[Path, Path]
+    vllm_engine: RunningEngine, tiny_adapters: tuple[Path, Path]
 ) -> None:
-    load(clean, 1, tiny_adapters[0])
+    load(vllm_engine, 1, tiny_adapters[0])
 
     async def reset_midway() -> None:
-        task = asyncio.ensure_future(all_groups(clean.engine.generate(PROMPTS[:1], ENDLESS, [[1, 2, 3, 4]], 1)))
-        await all_groups(clean.engine.generate(PROMPTS[:1], Sampling(max_tokens=2), [[9]], 1))
+        task = asyncio.ensure_future(all_groups(vllm_engine.engine.generate(PROMPTS[:1], ENDLESS, [[1, 2, 3, 4]], 1)))
+        await all_groups(vllm_engine.engine.generate(PROMPTS[:1], Sampling(max_tokens=2), [[9]], 1))
         assert not task.done()
-        await clean.engine.reset()
+        await vllm_engine.engine.reset()
         with pytest.raises(ServerError, match="gave up a request"):
             await task
 
-    clean.loop.run(reset_midway())
-    assert len(one(generate(clean, PROMPTS[:1], [[1]])).ids) > 0
+    vllm_engine.loop.run(reset_midway())
+    assert len(one(generate(vllm_engine, PROMPTS[:1], [[1]])).ids) > 0
 
 
-def test_a_group_does_not_wait_for_a_longer_one(clean: RunningEngine) -> None:
+def test_a_group_does_not_wait_for_a_longer_one(vllm_engine: RunningEngine) -> None:
     """The second prompt leaves room for fewer tokens, so it ends first; closing the stream ends the other."""
 
     async def first_of_two() -> tuple[Group, int]:
-        engine = clean.engine
+        engine = vllm_engine.engine
         stream = engine.generate([PROMPTS[0], LONG_PROMPT], ENDLESS, [[1, 2, 3, 4]] * 2, 0)
         async with aclosing(stream):
             group = await anext(stream)
@@ -344,25 +351,25 @@ def test_a_group_does_not_wait_for_a_longer_one(clean: RunningEngine) -> None:
         await engine.reset()
         return group, generated
 
-    before = clean.engine.progress().generated
-    group, generated = clean.loop.run(first_of_two())
+    before = vllm_engine.engine.progress().generated
+    group, generated = vllm_engine.loop.run(first_of_two())
     room = 128 - len(LONG_PROMPT)
     assert group.index == 1 and [len(completion.ids) for completion in group.completions] == [room] * 4
     assert generated - before < 4 * (room + 120), "the first prompt's completions were cut off"
 
 
-def test_progress_counts_what_is_computed(clean: RunningEngine) -> None:
-    engine = clean.engine
+def test_progress_counts_what_is_computed(vllm_engine: RunningEngine) -> None:
+    engine = vllm_engine.engine
     before = engine.progress()
-    groups = generate(clean, PROMPTS, [[1, 2], [3, 4], [5, 6]], max_tokens=6)
+    groups = generate(vllm_engine, PROMPTS, [[1, 2], [3, 4], [5, 6]], max_tokens=6)
     after = engine.progress()
     sampled = sum(len(completion.ids) for group in groups for completion in group.completions)
     assert after.generated - before.generated == sampled
     assert after.work - before.work == sampled + 2 * sum(len(prompt) for prompt in PROMPTS)
 
 
-def test_progress_grows_within_a_request_and_stands_still_with_the_engine(clean: RunningEngine) -> None:
-    engine = clean.engine
+def test_progress_grows_within_a_request_and_stands_still_with_the_engine(vllm_engine: RunningEngine) -> None:
+    engine = vllm_engine.engine
     (core,) = [process for process in engine.processes if "EngineCore" in process.name()]
 
     async def rises_above(work: int) -> int:
@@ -391,10 +398,10 @@ def test_progress_grows_within_a_request_and_stands_still_with_the_engine(clean:
         assert [len(completion.ids) for completion in group.completions] == [120] * 4
 
     task: asyncio.Task[list[Group]]
-    clean.loop.run(watch())
+    vllm_engine.loop.run(watch())
 
 
-def test_vllms_own_metrics_are_in_the_registry(clean: RunningEngine) -> None:
+def test_vllms_own_metrics_are_in_the_registry(vllm_engine: RunningEngine) -> None:
     from prometheus_client import REGISTRY, generate_latest
 
     def generated() -> float:
@@ -402,23 +409,25 @@ def test_vllms_own_metrics_are_in_the_registry(clean: RunningEngine) -> None:
         return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:generation_tokens_total{"))
 
     before = generated()
-    completion = one(generate(clean, PROMPTS[:1], [[1]]))
+    completion = one(generate(vllm_engine, PROMPTS[:1], [[1]]))
     assert generated() - before == len(completion.ids)
 
 
 def test_the_canarys_number_is_a_version_like_others(
-    clean: RunningEngine, tiny_model: Path, tiny_adapters: tuple[Path, Path]
+    vllm_engine: RunningEngine, tiny_model: Path, tiny_adapters: tuple[Path, Path]
 ) -> None:
-    load(clean, CANARY_VERSION, tiny_adapters[0])
+    load(vllm_engine, CANARY_VERSION, tiny_adapters[0])
     expected = reference_logprobs(load_reference(tiny_model, tiny_adapters[0]), PROMPTS[0], TOKENS)
-    assert score(clean, PROMPTS[0], TOKENS, version=CANARY_VERSION) == pytest.approx(expected, abs=1e-3)
-    clean.loop.run(clean.engine.unload_adapter(CANARY_VERSION))
+    assert score(vllm_engine, PROMPTS[0], TOKENS, version=CANARY_VERSION) == pytest.approx(expected, abs=1e-3)
+    vllm_engine.loop.run(vllm_engine.engine.unload_adapter(CANARY_VERSION))
     with pytest.raises(EngineRejects, match="not loaded"):
-        score(clean, PROMPTS[0], TOKENS, version=CANARY_VERSION)
+        score(vllm_engine, PROMPTS[0], TOKENS, version=CANARY_VERSION)
 
 
-def test_an_unloaded_adapter_is_gone_from_the_engine(clean: RunningEngine, tiny_adapters: tuple[Path, Path]) -> None:
-    load(clean, 1, tiny_adapters[0])
-    load(clean, 2, tiny_adapters[1])
-    clean.loop.run(clean.engine.unload_adapter(1))
-    assert clean.loop.run(clean.engine._llm.list_loras()) == [2]
+def test_an_unloaded_adapter_is_gone_from_the_engine(
+    vllm_engine: RunningEngine, tiny_adapters: tuple[Path, Path]
+) -> None:
+    load(vllm_engine, 1, tiny_adapters[0])
+    load(vllm_engine, 2, tiny_adapters[1])
+    vllm_engine.loop.run(vllm_engine.engine.unload_adapter(1))
+    assert vllm_engine.loop.run(vllm_engine.engine._llm.list_loras()) == [2]

@@ -32,14 +32,14 @@ def test_fuzzed_requests_leave_it_alive(subject: Subject) -> None:
 
 
 def test_nothing_piles_up_in_the_engines_processes(
-    subject: Subject, vllm_engine: RunningEngine, tiny_adapters: tuple[Path, Path]
+    subject: Subject, shared_vllm: RunningEngine, tiny_adapters: tuple[Path, Path]
 ) -> None:
     """Stands last: its run is another machine's, and holds the server until the lease is over."""
-    (core,) = [process for process in vllm_engine.engine.processes if "EngineCore" in process.name()]
+    (core,) = [process for process in shared_vllm.engine.processes if "EngineCore" in process.name()]
     report = soak.run(subject.server, core, tiny_adapters[0], 60)
     assert not report.failures and report.num_answers >= report.num_syncs, report
     assert len(report.samples) > 40
     assert (report.growth("files"), report.growth("threads")) == (0, 0), report
     # Two, and a third while a request on the oldest ends.
     assert all(sample.versions <= 3 and sample.directories <= 3 for sample in report.samples), report
-    assert len(vllm_engine.loop.run(vllm_engine.engine._llm.list_loras())) <= 3
+    assert len(shared_vllm.loop.run(shared_vllm.engine._llm.list_loras())) <= 3

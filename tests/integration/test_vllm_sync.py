@@ -19,10 +19,10 @@ torch.set_num_threads(1)
 
 
 @pytest.fixture
-def serve(sync_project: Path, clean: RunningEngine) -> Serve:
+def serve(sync_project: Path, vllm_engine: RunningEngine) -> Serve:
     def serve(lie: Lie = HONEST) -> Any:
-        liar = cast(Any, LyingEngine(clean.engine, lie))
-        return serve_on_loop(RunningEngine(liar, clean.loop, clean.settings), sync_project / "sync")
+        liar = cast(Any, LyingEngine(vllm_engine.engine, lie))
+        return serve_on_loop(RunningEngine(liar, vllm_engine.loop, vllm_engine.settings), sync_project / "sync")
 
     return serve
 

@@ -23,8 +23,6 @@ STEPS = 3
 
 
 def test_training_against_vllm(tmp_path: Path, tiny_model: Path, vllm_engine: RunningEngine) -> None:
-    # Other tests may have left full weights in it.
-    vllm_engine.loop.run(vllm_engine.engine.reset())
     before = score(vllm_engine, PROMPT, TOKENS)
     torch.set_num_threads(1)
     port = free_port()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -41,13 +40,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return first, second
 
 
-@pytest.fixture
-def fresh(clean: RunningEngine) -> Iterator[RunningEngine]:
-    """The shared engine, given back with the base model's weights."""
-    yield clean
-    clean.loop.run(clean.engine.reset())
-
-
 def push(running: RunningEngine, version: int, model: Path) -> int:
     return running.loop.run(running.engine.load_weights(version, model))
 
@@ -63,57 +55,57 @@ def publish(model: Path, directory: Path, dtype: torch.dtype = torch.float32) ->
 
 
 def test_pushed_weights_are_what_is_served(
-    fresh: RunningEngine, tiny_model: Path, trained: tuple[Path, Path], tmp_path: Path
+    vllm_engine: RunningEngine, tiny_model: Path, trained: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    untrained = score(fresh, LONG_PROMPT, TOKENS)
+    untrained = score(vllm_engine, LONG_PROMPT, TOKENS)
     for version, model in enumerate(trained, start=1):
         directory = publish(model, tmp_path / f"v{version}")
-        assert push(fresh, version, directory) == len(load_file(model / "model.safetensors"))
+        assert push(vllm_engine, version, directory) == len(load_file(model / "model.safetensors"))
         reference = load_reference(model)
         # The long prompt's cache blocks are those of the weights before.
         expected = reference_logprobs(reference, LONG_PROMPT, TOKENS)
-        assert score(fresh, LONG_PROMPT, TOKENS, version=version) == pytest.approx(expected, abs=1e-4)
-        completion = one(generate(fresh, PROMPTS[:1], [[1]], version=version))
+        assert score(vllm_engine, LONG_PROMPT, TOKENS, version=version) == pytest.approx(expected, abs=1e-4)
+        completion = one(generate(vllm_engine, PROMPTS[:1], [[1]], version=version))
         expected = reference_logprobs(reference, PROMPTS[0], completion.ids)
         assert completion.logprobs == pytest.approx(expected, abs=1e-4)
         with pytest.raises(EngineRejects, match=rf"version {version - 1} is not loaded; loaded: \[{version}\]"):
-            score(fresh, PROMPTS[0], TOKENS, version=version - 1)
+            score(vllm_engine, PROMPTS[0], TOKENS, version=version - 1)
         shutil.rmtree(directory)
-    fresh.loop.run(fresh.engine.reset())
-    assert score(fresh, LONG_PROMPT, TOKENS) == pytest.approx(untrained, abs=1e-6)
+    vllm_engine.loop.run(vllm_engine.engine.reset())
+    assert score(vllm_engine, LONG_PROMPT, TOKENS) == pytest.approx(untrained, abs=1e-6)
 
 
 def test_weights_in_half_precision_are_widened(
-    fresh: RunningEngine, trained: tuple[Path, Path], tmp_path: Path
+    vllm_engine: RunningEngine, trained: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    push(fresh, 1, publish(trained[0], tmp_path / "v1", torch.bfloat16))
+    push(vllm_engine, 1, publish(trained[0], tmp_path / "v1", torch.bfloat16))
     reference = load_reference(trained[0])
     with torch.no_grad():
         for parameter in reference.parameters():
             parameter.copy_(parameter.bfloat16())
     expected = reference_logprobs(reference, PROMPTS[0], TOKENS)
-    assert score(fresh, PROMPTS[0], TOKENS, version=1) == pytest.approx(expected, abs=1e-4)
+    assert score(vllm_engine, PROMPTS[0], TOKENS, version=1) == pytest.approx(expected, abs=1e-4)
 
 
 def test_adapters_go_and_come_back_with_the_base_model(
-    fresh: RunningEngine, tiny_model: Path, tiny_adapters: tuple[Path, Path], trained: tuple[Path, Path]
+    vllm_engine: RunningEngine, tiny_model: Path, tiny_adapters: tuple[Path, Path], trained: tuple[Path, Path]
 ) -> None:
-    load(fresh, 1, tiny_adapters[0])
-    push(fresh, 2, trained[0])
+    load(vllm_engine, 1, tiny_adapters[0])
+    push(vllm_engine, 2, trained[0])
     with pytest.raises(EngineRejects, match="version 1 is not loaded"):
-        score(fresh, PROMPTS[0], TOKENS, version=1)
+        score(vllm_engine, PROMPTS[0], TOKENS, version=1)
     with pytest.raises(EngineRejects, match="full weights"):
-        load(fresh, 3, tiny_adapters[0])
-    fresh.loop.run(fresh.engine.reset())
-    load(fresh, 1, tiny_adapters[0])
+        load(vllm_engine, 3, tiny_adapters[0])
+    vllm_engine.loop.run(vllm_engine.engine.reset())
+    load(vllm_engine, 1, tiny_adapters[0])
     expected = reference_logprobs(load_reference(tiny_model, tiny_adapters[0]), PROMPTS[0], TOKENS)
-    assert score(fresh, PROMPTS[0], TOKENS, version=1) == pytest.approx(expected, abs=1e-3)
+    assert score(vllm_engine, PROMPTS[0], TOKENS, version=1) == pytest.approx(expected, abs=1e-3)
 
 
 def test_requests_in_flight_end_on_the_weights_they_began_with(
-    fresh: RunningEngine, tiny_model: Path, trained: tuple[Path, Path]
+    vllm_engine: RunningEngine, tiny_model: Path, trained: tuple[Path, Path]
 ) -> None:
-    engine = fresh.engine
+    engine = vllm_engine.engine
 
     async def push_midway() -> tuple[list[Group], list[Group]]:
         old = asyncio.ensure_future(all_groups(engine.generate(PROMPTS[:1], ENDLESS, [[1, 2, 3, 4]], 0)))
@@ -125,7 +117,7 @@ def test_requests_in_flight_end_on_the_weights_they_began_with(
         await loading
         return await old, await all_groups(engine.generate(PROMPTS[:1], ENDLESS, [[1, 2, 3, 4]], 1))
 
-    for groups, model in zip(fresh.loop.run(push_midway()), (tiny_model, trained[0]), strict=True):
+    for groups, model in zip(vllm_engine.loop.run(push_midway()), (tiny_model, trained[0]), strict=True):
         reference = load_reference(model)
         for completion in groups[0].completions:
             expected = reference_logprobs(reference, PROMPTS[0], completion.ids)
@@ -141,10 +133,10 @@ def test_requests_in_flight_end_on_the_weights_they_began_with(
     ],
 )
 def test_another_models_weights_are_refused_and_nothing_changes(
-    fresh: RunningEngine, tiny_adapters: tuple[Path, Path], tmp_path: Path, changes: dict[str, int], reason: str
+    vllm_engine: RunningEngine, tiny_adapters: tuple[Path, Path], tmp_path: Path, changes: dict[str, int], reason: str
 ) -> None:
-    load(fresh, 1, tiny_adapters[0])
-    before = [score(fresh, PROMPTS[0], TOKENS, version=version) for version in (0, 1)]
+    load(vllm_engine, 1, tiny_adapters[0])
+    before = [score(vllm_engine, PROMPTS[0], TOKENS, version=version) for version in (0, 1)]
     with pytest.raises(EngineRejects, match=reason):
-        push(fresh, 2, make_tiny_model(tmp_path / "other", **changes))
-    assert [score(fresh, PROMPTS[0], TOKENS, version=version) for version in (0, 1)] == before
+        push(vllm_engine, 2, make_tiny_model(tmp_path / "other", **changes))
+    assert [score(vllm_engine, PROMPTS[0], TOKENS, version=version) for version in (0, 1)] == before
